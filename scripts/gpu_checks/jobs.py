@@ -24,8 +24,11 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 NOTE_LINES = 15  # of a log, in the report
 # What Open MPI says of any job that fails.
 NOISE = ("----", "Primary job", "MPI_ABORT", "with errorcode", "You may or may not", "exactly when Open MPI")
-# Addresses of a signal's backtrace, and sentences with the name of the host.
-PRIVATE = re.compile(r"\[[\w.-]+:\d+\] |(prterun|mpirun|mpiexec) noticed|signal \d+ \(|  File \"")
+# Of a signal: its backtraces, which push everything else out, and sentences with the name of the host.
+BACKTRACE = re.compile(
+    r"\[[\w.-]+:\d+\] |(prterun|mpirun|mpiexec) noticed|signal \d+ \(|(Current thread|Thread) 0x"
+    r'|Extension modules:|  File "[^"]*", line \d+ in '
+)
 
 
 def environment(size: int, transport: str | None = None) -> dict[str, str]:
@@ -108,7 +111,7 @@ def tail(log: Path) -> list[str]:
         return []
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
     kept = [
-        line for line in lines if line and not line.lstrip().startswith(NOISE) and not PRIVATE.match(line)
+        line for line in lines if line and not line.lstrip().startswith(NOISE) and not BACKTRACE.match(line)
     ]
     return kept[-NOTE_LINES:]
 

@@ -16,7 +16,11 @@ from simulated_gpu.guard import has_compiler
 ROOT = Path(__file__).resolve().parents[2]
 # The process ends there, as docs/how-to/gpus.md says: what mends that takes the name away here.
 KNOWN = {"group-timeout": "SIGABRT"}
-SHORT = ("future", "hook", "packed-memory", "wait-again", "scaler", "group-timeout", "profile")
+SHORT = (
+    "future",
+    "scaler",
+    "group-timeout",
+)  # the others are called in tests/gpu, without a job of their own
 
 
 def gpu_check(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
@@ -60,6 +64,7 @@ def test_on_simulated_gpus_checks_are_done_and_what_ends_a_process_is_a_red_line
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler to simulate a GPU")
 def test_on_simulated_gpus_all_checks_are_done(tmp_path, monkeypatch):
     monkeypatch.setitem(KNOWN, "lost-rank", "left no finding")
