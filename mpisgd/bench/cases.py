@@ -51,12 +51,14 @@ class Case:
         dtype: one of ITEM_BYTES.
         count: elements of one piece.
         size: number of ranks.
+        device: what torch calls the kind of device on which the memory lies.
     """
 
     collective: str
     dtype: str
     count: int
     size: int
+    device: str = "cpu"
 
     @property
     def input_numel(self) -> int:
@@ -84,10 +86,10 @@ class Case:
         return self.collective in REDUCING
 
 
-def case_of(collective: str, dtype: str, nbytes: int, size: int) -> Case:
+def case_of(collective: str, dtype: str, nbytes: int, size: int, device: str = "cpu") -> Case:
     """Return the case whose larger side has `nbytes`, less what divides into no whole pieces."""
     pieces = 1 if collective in IN_PLACE else size
-    return Case(collective, dtype, max(1, nbytes // (pieces * ITEM_BYTES[dtype])), size)
+    return Case(collective, dtype, max(1, nbytes // (pieces * ITEM_BYTES[dtype])), size, device)
 
 
 def bus_factor(collective: str, size: int) -> float:

@@ -21,7 +21,7 @@ from mpisgd.job.lifecycle import world
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["CollectivesPlan", "run_collectives"]
+__all__ = ["CollectivesPlan", "device_notes", "run_collectives"]
 
 Call = Callable[[], Any]
 
@@ -36,6 +36,7 @@ class CollectivesPlan:
         dtypes: some of ITEM_BYTES.
         algorithms: of mpisgd.all_reduce; the others have none to choose.
         pace: for each case.
+        device: what torch calls the kind of device on which the tensors lie.
     """
 
     collectives: Sequence[str]
@@ -43,11 +44,12 @@ class CollectivesPlan:
     dtypes: Sequence[str]
     algorithms: Sequence[str]
     pace: Pace
+    device: str = "cpu"
 
     def cases(self, size: int) -> list[Case]:
         """Return every case, each once although small sizes may round up to the same."""
         every = itertools.product(self.collectives, self.dtypes, self.sizes)
-        return list(dict.fromkeys(case_of(*what, size) for what in every))
+        return list(dict.fromkeys(case_of(*what, size, self.device) for what in every))
 
 
 def run_collectives(
@@ -71,7 +73,14 @@ def run_collectives(
             rows += new
             left_out += found.left_out_of(collective=case.collective, dtype=case.dtype, bytes=case.nbytes)
     communicator.free()
-    return {"rows": rows, "left_out": left_out}
+    return {"rows": rows, "left_out": left_out, "device": plan.device, "notes": device_notes(plan.device)}
+
+
+def device_notes(device: str) -> list[str]:
+    """Return what carries tensors of the world on a device, and on what GPU; nothing for the CPU."""
+    if device == "cpu" or world().device is None:
+        return []
+    return [f"tensors on a GPU, by {world().device.selection.name}"]
 
 
 def _contestants(
@@ -86,7 +95,7 @@ def _contestants(
             Timed(name, our_call(payload, world(), algorithm), payload, ours=True)
             for name, algorithm in zip(names, algorithms, strict=True)
         ),
-        Timed("MPI", _mpi_call(payload, communicator), payload),
+        *([Timed("MPI", _mpi_call(payload, communicator), payload)] if case.device == "cpu" else []),
         *(variant for name in peers.running for variant in peers.variants(name, {name: case})),
     ]
 

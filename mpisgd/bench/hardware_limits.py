@@ -10,7 +10,7 @@ import torch
 
 import mpisgd
 from mpisgd.bench.cases import Case, link_bytes
-from mpisgd.bench.measure import Timed, Variant
+from mpisgd.bench.measure import OnDevice, Timed, Variant
 from mpisgd.bench.report.rows import LIMIT, PING_PONG
 from mpisgd.job.rank_info import topology
 
@@ -44,9 +44,9 @@ def limits(case: Case, communicator: "Communicator", ring: "Ring | None") -> lis
     """
     here = topology()
     if here.num_nodes == 1:
-        source = torch.ones(case.nbytes, dtype=torch.uint8)
+        source = torch.ones(case.nbytes, dtype=torch.uint8, device=case.device)
         target = torch.zeros_like(source)
-        return [Timed(LIMIT, lambda: target.copy_(source))]  # all ranks copy at once
+        return [Timed(LIMIT, lambda: target.copy_(source), OnDevice(case.device))]  # all ranks copy at once
     calls: dict[str, Call] = {}
     if here.local_rank == 0:
         calls = _leader_calls(max(1, round(link_bytes(case, here.ranks_per_host))), communicator, ring)

@@ -18,9 +18,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 import mpisgd
+from mpisgd.accelerator.runtime import runtime
 
 __all__ = [
     "Measured",
+    "OnDevice",
     "Pace",
     "Subject",
     "Timed",
@@ -120,6 +122,25 @@ class Subject:
     def verify(self) -> None:
         """Raise WrongResult unless one call after `reset()` did the right thing."""
 
+    def finish(self) -> None:
+        """Wait until what calls have begun is done."""
+
+
+class OnDevice(Subject):
+    """A subject whose memory lies on a device, where calls may return before their work is done.
+
+    Args:
+        device: what torch calls its kind.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def finish(self) -> None:
+        """See `Subject`."""
+        if self._device != "cpu":
+            runtime().module.synchronize()
+
 
 class Timed:
     """A variant that is a function in this process.
@@ -158,12 +179,15 @@ class Timed:
         if self.num_threads:
             torch.set_num_threads(self.num_threads)
         self._subject.reset()
+        self._subject.finish()
         self._start()
         if calls > 1:
             self._call()
+            self._subject.finish()
         started_s = time.perf_counter()
         for _ in range(calls):
             self._call()
+        self._subject.finish()
         return (time.perf_counter() - started_s) / calls
 
     def release(self) -> None:

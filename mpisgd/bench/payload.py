@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from mpisgd.bench.cases import INPUT_OF_PIECES, Case
-from mpisgd.bench.measure import Subject, WrongResult
+from mpisgd.bench.measure import OnDevice, WrongResult
 
 __all__ = ["Payload", "expected", "given", "torch_call"]
 
 PERIOD = 13
 
 
-class Payload(Subject):
+class Payload(OnDevice):
     """Input and output of one rank in one case; every variant in a process works on the same memory.
 
     Attributes:
@@ -27,10 +27,11 @@ class Payload(Subject):
     """
 
     def __init__(self, case: Case, rank: int) -> None:
+        super().__init__(case.device)
         self.case = case
         self.rank = rank
-        self.input = given(case, rank)
-        self.output = torch.zeros(case.output_numel, dtype=self.input.dtype)
+        self.input = given(case, rank).to(case.device)
+        self.output = torch.zeros(case.output_numel, dtype=self.input.dtype, device=case.device)
         self._turn = -1
 
     def next_root(self) -> int:
@@ -56,12 +57,13 @@ class Payload(Subject):
         if wanted is None:
             return
         rtol = 4 * torch.finfo(wanted.dtype).eps if wanted.dtype.is_floating_point else 0.0
-        close = torch.isclose(self.output, wanted, rtol=rtol, atol=0.0)
+        found = self.output.cpu()
+        close = torch.isclose(found, wanted, rtol=rtol, atol=0.0)
         if not bool(close.all()):
             first = int((~close).nonzero()[0])
             raise WrongResult(
                 f"wrong result on rank {self.rank}: element {first} of {wanted.numel()} is "
-                f"{self.output[first].item()}, expected {wanted[first].item()}"
+                f"{found[first].item()}, expected {wanted[first].item()}"
             )
 
 

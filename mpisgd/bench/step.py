@@ -13,6 +13,7 @@ import torch
 import mpisgd
 import mpisgd.horovod as hvd
 from mpisgd.bench.cases import BATCHES, halvings
+from mpisgd.bench.collectives import device_notes
 from mpisgd.bench.measure import Pace, Timed, Variant, measure
 from mpisgd.bench.peers.framework import BESIDE
 from mpisgd.bench.peers.remote import Peers
@@ -53,6 +54,7 @@ class StepPlan:
         pace: for each model.
         threads: of torch on each rank; None: the fastest up to the number that the rank has.
         optimizer: one of OPTIMIZERS.
+        device: what torch calls the kind of device that is trained on.
     """
 
     models: Sequence[str]
@@ -62,11 +64,18 @@ class StepPlan:
     pace: Pace
     threads: int | None = None
     optimizer: str = "sgd"
+    device: str = "cpu"
+
+    @property
+    def backend(self) -> str:
+        """The backend of torch to compare with."""
+        return "gloo" if self.device == "cpu" else "nccl"
 
     def task(self, model: str) -> StepTask:
         """Return what to train on the ranks of this job."""
         batch = self.batch or BATCHES[model]
-        return StepTask(model, batch, mpisgd.size(), self.small, optimizer=self.optimizer)
+        kind, where = self.optimizer, self.device
+        return StepTask(model, batch, mpisgd.size(), self.small, optimizer=kind, device=where)
 
 
 def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
@@ -76,17 +85,19 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
     communicator = as_mpi(world().queue.communicator).duplicate()
     hvd.init()
     threads = [plan.threads] if plan.threads else halvings(torch.get_num_threads())
+    if plan.device != "cpu":  # they wait for the GPU
+        threads = threads[:1]
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     left_out: list[dict[str, str]] = []
-    with group_on_mpisgd(wanted="gloo" in {*peers.running, *peers.left_out}) as reason:
+    with group_on_mpisgd(wanted=plan.backend in {*peers.running, *peers.left_out}) as reason:
         for model in plan.models:
             task = plan.task(model)
             alone = _without_communication(task, peers)
             together = [
                 *_with_communication(task, communicator),
                 *([] if reason else _in_torch(task, plan.bucket_bytes)),
-                *_in_frameworks(task, plan.bucket_bytes, peers),
+                *_in_frameworks(task, plan.bucket_bytes, peers, plan.backend),
             ]
             for variant in (*alone, *together):
                 variant.threads = threads
@@ -104,7 +115,8 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
             }
             left_out += found.left_out_of(model=model)
     communicator.free()
-    return {"rows": rows, "models": models, "left_out": left_out, "notes": _unused_cores(max(threads))}
+    notes = [*device_notes(plan.device), *_unused_cores(max(threads))]
+    return {"rows": rows, "models": models, "left_out": left_out, "device": plan.device, "notes": notes}
 
 
 def _unused_cores(num_threads: int) -> list[str]:
@@ -133,19 +145,26 @@ def _in_one_process(task: StepTask, peers: Peers) -> list[Variant]:
     joined = replace(task, communicates=False, joined=True)
     variants = [variant for name in ONE_PROCESS for variant in peers.variants(name, {name: joined})]
     for variant in variants:
-        variant.threads = halvings(available_cores())
+        variant.threads = halvings(available_cores()) if task.device == "cpu" else ()
     return variants
 
 
 def _with_communication(task: StepTask, communicator: "Communicator") -> list[Variant]:
-    by_hand = ByHand(task, communicator)
-    return [
+    variants = [
         ours(task),
-        ours(task, SHARED, share_parameters=True),
         *(ours(task, name, strategy=mpisgd.Sharded(stage)) for stage, name in SHARDED.items()),
         ours(task, "mpisgd.horovod", hvd.DistributedOptimizer),
-        Timed("MPI, a call per tensor", by_hand.step, by_hand),
     ]
+    if task.device == "cpu":  # both want host memory
+        by_hand = ByHand(task, communicator)
+        shared = ours(task, SHARED, share_parameters=True)
+        variants = [
+            variants[0],
+            shared,
+            *variants[1:],
+            Timed("MPI, a call per tensor", by_hand.step, by_hand),
+        ]
+    return variants
 
 
 def ours(
@@ -185,10 +204,12 @@ class ByHand(Training):
 
 def _in_torch(task: StepTask, bucket_bytes: Sequence[int]) -> list[Variant]:
     """Return torch's own ways over mpisgd."""
-    ddp = [
+    ddp: list[Variant] = [
         torch_step(_ddp("mpisgd", nbytes), replace(task, bucket_bytes=nbytes), ours=True)
         for nbytes in bucket_bytes
     ]
+    if task.device != "cpu":  # FSDP2 on a GPU is measured nowhere yet
+        return ddp
     return [*ddp, torch_step("FSDP2 mpisgd", replace(task, sharded=True), ours=True)]
 
 
@@ -196,16 +217,17 @@ def _ddp(backend: str, nbytes: int) -> str:
     return f"DDP {backend}, {nbytes / MIB:g} MiB buckets"
 
 
-def _in_frameworks(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:
+def _in_frameworks(task: StepTask, bucket_bytes: Sequence[int], peers: Peers, backend: str) -> list[Variant]:
     """Return what runs in the processes of other frameworks."""
+    sharded = peers.variants("gloo", {"FSDP2 gloo": replace(task, sharded=True)}) if backend == "gloo" else []
     return [
-        *peers.variants("gloo", {CONTROL: replace(task, communicates=False)}),
-        *remote(task, bucket_bytes, peers),
-        *peers.variants("gloo", {"FSDP2 gloo": replace(task, sharded=True)}),
+        *peers.variants(backend, {CONTROL: replace(task, communicates=False)}),
+        *remote(task, bucket_bytes, peers, backend),
+        *sharded,
     ]
 
 
-def remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:
-    """Return the trainings that run beside the ranks."""
-    ddp = {_ddp("gloo", nbytes): replace(task, bucket_bytes=nbytes) for nbytes in bucket_bytes}
-    return [*peers.variants("gloo", ddp), *peers.variants("horovod", {"Horovod": task})]
+def remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers, backend: str = "gloo") -> list[Variant]:
+    """Return the trainings that run beside the ranks, those of torch on a backend."""
+    ddp = {_ddp(backend, nbytes): replace(task, bucket_bytes=nbytes) for nbytes in bucket_bytes}
+    return [*peers.variants(backend, ddp), *peers.variants("horovod", {"Horovod": task})]

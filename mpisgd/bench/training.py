@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.bench.measure import Subject, WrongResult
+from mpisgd.bench.measure import OnDevice, WrongResult
 
 __all__ = ["MODELS", "OPTIMIZERS", "StepTask", "Training"]
 
@@ -46,6 +46,7 @@ class StepTask:
         sharded: whether each rank keeps a part of each parameter only; for torch.
         joined: whether one process trains on the batches of all ranks.
         optimizer: one of OPTIMIZERS.
+        device: what torch calls the kind of device that it is trained on.
     """
 
     model: str
@@ -58,10 +59,12 @@ class StepTask:
     sharded: bool = False
     joined: bool = False
     optimizer: str = "sgd"
+    device: str = "cpu"
 
     def common(self) -> "StepTask":
         """Return the task without what does not change its result."""
-        return StepTask(self.model, self.batch, self.size, self.small, optimizer=self.optimizer)
+        where = self.device
+        return StepTask(self.model, self.batch, self.size, self.small, optimizer=self.optimizer, device=where)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of a model, not distributed."""
@@ -140,7 +143,7 @@ def examples(task: StepTask, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(task.batch, width, generator=generator), targets
 
 
-class Training(Subject):
+class Training(OnDevice):
     """A model, its optimizer and the batch of one rank.
 
     Attributes:
@@ -150,11 +153,12 @@ class Training(Subject):
     """
 
     def __init__(self, task: StepTask, rank: int) -> None:
+        super().__init__(task.device)
         self.task = task
-        self.model = build(task)
+        self.model = build(task).to(task.device)
         self.forward = self.model
         self.optimizer = task.make_optimizer(self.model)
-        self.inputs, self.targets = examples(task, rank)
+        self.inputs, self.targets = (tensor.to(task.device) for tensor in examples(task, rank))
 
     def distribute(self, wrapper: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
         """Wrap the optimizer in one that averages gradients, such as `mpisgd.DistributedOptimizer`."""

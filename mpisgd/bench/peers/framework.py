@@ -12,7 +12,11 @@ from mpisgd.core.topology import Topology
 __all__ = ["BESIDE", "FRAMEWORKS", "REFERENCES", "Framework", "Rendezvous"]
 
 # Where each is to be found; imported in its own process only.
-FRAMEWORKS = {"gloo": "mpisgd.bench.peers.gloo:Gloo", "horovod": "mpisgd.bench.peers.horovod:Horovod"}
+FRAMEWORKS = {
+    "gloo": "mpisgd.bench.peers.gloo:Gloo",
+    "nccl": "mpisgd.bench.peers.gloo:Nccl",
+    "horovod": "mpisgd.bench.peers.horovod:Horovod",
+}
 
 # torch alone. What the C library does with freed memory holds for a whole process, so each has its own.
 BESIDE = "torch, not kept"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.bench.measure import Unavailable, Variant, WrongResult
 from mpisgd.bench.peers.framework import FRAMEWORKS, REFERENCES, Framework, Rendezvous
 from mpisgd.config import launcher_rank
@@ -35,6 +36,7 @@ class Worker:
         """Import a framework, for some cores, and meet the others; return its version."""
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(num_threads)
+        runtime().take_device(rendezvous.topology.local_rank)  # that of the rank, as `mpisgd.init` does
         self._framework = pkgutil.resolve_name({**FRAMEWORKS, **REFERENCES}[name])(rendezvous)
         return self._framework.version
 

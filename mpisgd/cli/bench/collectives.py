@@ -8,6 +8,7 @@ from mpisgd.bench import cases
 from mpisgd.cli.bench.options import (
     ALL_PEERS,
     Budget,
+    Device,
     Frameworks,
     Json,
     Plot,
@@ -15,6 +16,7 @@ from mpisgd.cli.bench.options import (
     Rounds,
     TimeLimit,
     choice_of,
+    device_of,
     peers_of,
 )
 from mpisgd.cli.record import Output, measure_in_job
@@ -27,6 +29,7 @@ def collectives(
     sizes: Annotated[str, typer.Option(help="A range (times 4), or a list: 4,64KiB,1MiB.")] = "4-256MiB",
     dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "float32",
     algorithms: Annotated[str, typer.Option(help="Of mpisgd.all_reduce: auto,mpi,ring,...")] = "auto",
+    device: Device = "cpu",
     peers: Frameworks = ALL_PEERS,
     rounds: Rounds = 20,
     budget_s: Budget = 4.0,
@@ -40,7 +43,7 @@ def collectives(
     from mpisgd.bench.measure import Pace
     from mpisgd.collectives.all_reduce import CHOICES
 
-    output = Output(json_file, plot_file)
+    output, where = Output(json_file, plot_file), device_of(device)
     if quick:
         only, sizes, rounds = "all_reduce,broadcast" if only == "all" else only, "4,64KiB", min(rounds, 3)
     plan = CollectivesPlan(
@@ -49,5 +52,6 @@ def collectives(
         choice_of("--dtypes", dtypes, tuple(cases.ITEM_BYTES)),
         choice_of("--algorithms", algorithms, CHOICES),
         Pace(rounds, min(rounds, 3), budget_s, turn_s=0.004, max_calls=100),
+        where,
     )
-    measure_in_job("collectives", run_collectives, plan, output, peers_of(peers), limit_s=limit_s)
+    measure_in_job("collectives", run_collectives, plan, output, peers_of(peers, where), limit_s=limit_s)

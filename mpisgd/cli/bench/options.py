@@ -20,6 +20,7 @@ __all__ = [
     "BestThreads",
     "Budget",
     "DdpBuckets",
+    "Device",
     "Frameworks",
     "Json",
     "Launcher",
@@ -31,6 +32,7 @@ __all__ = [
     "TimeLimit",
     "choice_of",
     "counts_of",
+    "device_of",
     "pace_of_steps",
     "peers_of",
     "refuse_under_mpirun",
@@ -46,8 +48,13 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="A few seconds, to see that it works; the numbers mean little.")
 ]
 Frameworks = Annotated[
-    str, typer.Option(help="Other frameworks to measure beside; those not there are left out.")
+    str,
+    typer.Option(
+        help="Other frameworks to measure beside: gloo,horovod,nccl; those not there are left out. auto: "
+        "Horovod and gloo, on a GPU Horovod and NCCL."
+    ),
 ]
+Device = Annotated[str, typer.Option(help="Where tensors lie: cpu or gpu.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count, unless the budget ends them before.")]
 Budget = Annotated[float, typer.Option("--budget", min=0.0, help="Seconds for each case.")]
 TimeLimit = Annotated[
@@ -61,7 +68,7 @@ BestThreads = Annotated[
 ]
 DdpBuckets = Annotated[str, typer.Option("--ddp-buckets", help="Bucket sizes to try with DDP.")]
 Launcher = Annotated[str, typer.Option(help='For example "mpirun -hostfile hosts".')]
-ALL_PEERS = "gloo,horovod"
+ALL_PEERS = "auto"
 MODELS = tuple(cases.BATCHES)
 
 
@@ -83,10 +90,22 @@ def counts_of(option: str, text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def peers_of(text: str) -> list[str]:
-    """Return the names of `--peers`."""
+def device_of(text: str) -> str:
+    """Return what torch calls the device of `--device`."""
+    from mpisgd.accelerator.runtime import runtime
+
+    (name,) = choice_of("--device", text, ("cpu", "gpu"))
+    if name == "gpu" and not runtime().module.is_available():
+        raise mpisgd.JobError("--device gpu: torch sees no GPU")
+    return "cpu" if name == "cpu" else runtime().kind
+
+
+def peers_of(text: str, device: str = "cpu") -> list[str]:
+    """Return the names of `--peers`, by default those that are measured on a device."""
     from mpisgd.bench.peers.framework import FRAMEWORKS
 
+    if text == ALL_PEERS:
+        return ["gloo", "horovod"] if device == "cpu" else ["nccl", "horovod"]
     return [] if text in ("", "none") else choice_of("--peers", text, tuple(FRAMEWORKS))
 
 

@@ -12,6 +12,7 @@ from mpisgd.cli.bench.options import (
     BestThreads,
     Budget,
     DdpBuckets,
+    Device,
     Frameworks,
     Json,
     Models,
@@ -21,6 +22,7 @@ from mpisgd.cli.bench.options import (
     Threads,
     TimeLimit,
     choice_of,
+    device_of,
     pace_of_steps,
     peers_of,
 )
@@ -35,6 +37,7 @@ def step(
     optimizer: Annotated[str, typer.Option(help="sgd, momentum or adamw.")] = "sgd",
     threads: BestThreads = 0,
     buckets: DdpBuckets = "25MiB,100MiB",
+    device: Device = "cpu",
     peers: Frameworks = ALL_PEERS,
     rounds: Rounds = 20,
     budget_s: Budget = 60.0,
@@ -48,12 +51,13 @@ def step(
     from mpisgd.bench.step import StepPlan, run_steps
     from mpisgd.bench.training import OPTIMIZERS
 
-    output = Output(json_file, plot_file)
+    output, where = Output(json_file, plot_file), device_of(device)
     pace = pace_of_steps(rounds, budget_s, quick)
     chosen = choice_of("--models", models, MODELS)
     (kind,) = choice_of("--optimizer", optimizer, tuple(OPTIMIZERS))
-    plan = StepPlan(chosen, batch or None, cases.sizes(buckets), quick, pace, threads or None, kind)
-    wanted = [*peers_of(peers), *REFERENCES]
+    sizes = cases.sizes(buckets)
+    plan = StepPlan(chosen, batch or None, sizes, quick, pace, threads or None, kind, where)
+    wanted = [*peers_of(peers, where), *REFERENCES]
     measure_in_job("step", run_steps, plan, output, wanted, limit_s=limit_s, threads=threads)
 
 

@@ -1,0 +1,32 @@
+"""A rank uses its own GPU only, in all of its threads: a context on another one costs half a GB there."""
+
+from __future__ import annotations
+
+import torch
+
+import mpisgd
+import mpisgd.horovod as hvd
+from gpu_checks.finding import Finding, LeftOut
+from gpu_checks.gpu import Gpu
+
+__all__ = ["own_gpu_only"]
+
+
+def own_gpu_only(gpu: Gpu) -> Finding:
+    """Look for contexts after operations of all kinds, some of them on threads of mpisgd."""
+    if gpu.count < 2:
+        raise LeftOut("one GPU: there is no other one")
+    own = gpu.module.current_device()
+    model = torch.nn.Linear(4, 4).to(gpu.kind)
+    mpisgd.broadcast_parameters(model)
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), overlap=True)
+    model(torch.ones(2, 4, device=gpu.kind)).sum().backward()
+    optimizer.step()
+    mpisgd.all_reduce(gpu.zeros(10), async_op=True).wait()
+    mpisgd.all_reduce(gpu.zeros(10), algorithm="mpi", async_op=True).wait()
+    hvd.init()
+    hvd.allreduce(gpu.zeros(10))
+    hvd.shutdown()
+    gpu.synchronize()
+    used = [number for number in range(gpu.count) if gpu.has_context(number)]
+    return Finding.of(used == [own], f"a context on GPU {own} alone", f"on {used}")

@@ -1,0 +1,190 @@
+"""The checks of `./scripts/gpu_check` hold, and each fails when the fault that it looks for is put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_checks import contexts, cpu_and_gpu, futures, memory_reuse, reopening, scaler, step_profile, timeouts
+from gpu_checks.finding import FAILS, HOLDS, Finding
+from gpu_checks.gpu import Gpu
+from gpu_under_test import IS_SIMULATED
+from torch import Tensor
+from verdicts import everyone, referee
+
+import mpisgd
+from mpisgd.accelerator.runtime import Cuda, runtime
+from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.job.lifecycle import world
+from mpisgd.strategies.sharded import piecewise
+from mpisgd.transport.device import device_work
+from mpisgd.transport.device.nccl import Nccl, NcclWork
+from mpisgd.transport.device.stream_guard import StreamGuard
+
+Run = Callable[[Gpu], Finding]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.setattr(Gpu, "_simulate", lambda self: None)  # tests/gpu has done that
+    return Gpu(simulated=IS_SIMULATED, quick=True)
+
+
+def verdict(check: Run, gpu: Gpu) -> tuple[str, str]:
+    """What all ranks have found: FAILS where one of them has."""
+    try:
+        finding = check(gpu)
+        found = (finding.verdict, f"expected {finding.expected}; seen {finding.seen}")
+    except (mpisgd.MpisgdError, RuntimeError) as exc:  # a check's rank then ends its job
+        found = (FAILS, repr(exc))
+    gpu.synchronize()
+    found_by = referee().allgather(found)
+    return next((each for each in found_by if each[0] == FAILS), found_by[0])
+
+
+# Those of which a fault ends the process are in tests/launch.
+IN_PROCESS = {
+    "future": futures.by_mpisgd,
+    "future-backend": futures.by_backend,
+    "hook": futures.by_hook,
+    "ddp-hook": futures.by_ddp_hook,
+    "packed-memory": memory_reuse.of_packed_tensors,
+    "horovod-memory": memory_reuse.of_horovod,
+    "cpu-and-gpu": cpu_and_gpu.embedding_below_gpu,
+    "wait-again": timeouts.limit_of_a_wait,
+    "reopen": reopening.abort_and_reopen,
+    "contexts": contexts.own_gpu_only,
+    "scaler": scaler.overflow_with_offload,
+    "profile": step_profile.large_model,
+}
+
+
+class Mutation(NamedTuple):
+    """A fault of mpisgd.
+
+    Attributes:
+        check: what must find it.
+        owner: where it is.
+        name: what is changed there.
+        wrong: what is made of what is there.
+        by: the transport that it concerns; None: all.
+        min_size: ranks that show it.
+    """
+
+    check: str
+    owner: Any
+    name: str
+    wrong: Callable[[Any], Any]
+    by: str | None = None
+    min_size: int = 1
+
+
+def _orders_no_stream(_: Any) -> Any:
+    return lambda stream: torch.futures.Future()
+
+
+def _uses_the_limit_of_torch(follow: Any) -> Any:
+    """NCCL's communicator ends with the first wait that does."""
+
+    def follows(self: NcclWork, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            follow(self)
+        elif not _waits(self._begun, timeout_s):
+            raise mpisgd.CollectiveTimeout("not in time")
+
+    return follows
+
+
+def _waits(works: Any, timeout_s: float) -> bool:
+    import datetime
+
+    try:
+        return all(work.wait(datetime.timedelta(seconds=timeout_s)) for work in works)
+    except dist.DistBackendError:
+        return False
+
+
+def _waits_for_the_gpu(begin: Any) -> Any:
+    def begins(self: Any, *arguments: Any, **options: Any) -> Any:
+        runtime().module.current_stream().synchronize()
+        return begin(self, *arguments, **options)
+
+    return begins
+
+
+MUTATIONS = {
+    "a future orders no streams": Mutation("future", device_work, "future_on", _orders_no_stream, "nccl"),
+    "a future of the backend orders no streams": Mutation(
+        "future-backend", device_work, "future_on", _orders_no_stream, "nccl"
+    ),
+    "DDP's hook reads a bucket in flight": Mutation(
+        "hook", device_work, "future_on", _orders_no_stream, "nccl"
+    ),
+    "nobody tells the allocator of a second stream": Mutation(
+        "packed-memory", Tensor, "record_stream", lambda _: lambda self, stream: None, "nccl"
+    ),
+    "Horovod does not tell the allocator of a second stream": Mutation(
+        "horovod-memory", Tensor, "record_stream", lambda _: lambda self, stream: None, "nccl"
+    ),
+    "a wait with a limit ends NCCL": Mutation(
+        "wait-again", NcclWork, "follow", _uses_the_limit_of_torch, "nccl"
+    ),
+    "a copy does not wait for what produces the tensor": Mutation(
+        "future",
+        StreamGuard,
+        "through",
+        lambda _: lambda self, part: lambda: _on(self.stream, part),
+        "mpi",
+        min_size=2,
+    ),
+    "a closed group keeps NCCL's communicator": Mutation(
+        "reopen", Nccl, "close", lambda _: lambda self: None, "nccl"
+    ),
+    # By NCCL the ranks would then wait for each other for ever.
+    "an overflow of pieces is not told": Mutation(
+        "scaler", piecewise, "all_reduce", lambda _: lambda *arguments: None, "mpi", min_size=2
+    ),
+    "a thread begins on GPU 0": Mutation(
+        "contexts", Cuda, "inherit_device", lambda _: lambda self, number: None, "nccl", min_size=2
+    ),
+    "a step waits for the GPU": Mutation(
+        "profile", GradientReducer, "reduce", _waits_for_the_gpu, "nccl", min_size=2
+    ),
+}
+
+
+def _on(stream: Any, part: Callable[[], Any]) -> None:
+    with runtime().on(stream):
+        part()
+
+
+def is_by(transport: str) -> bool:
+    """Whether the world's tensors travel so."""
+    return world().device is not None and (world().device.selection.name == "nccl") == (transport == "nccl")
+
+
+@pytest.fixture(autouse=True)
+def no_group_of_torch_is_left() -> Any:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_a_check_holds(gpu, name):
+    found, text = verdict(IN_PROCESS[name], gpu)
+    everyone(found == HOLDS, f"{found}: {text}")
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_check_fails_with_its_fault(gpu, name, monkeypatch):
+    mutation = MUTATIONS[name]
+    if mpisgd.size() < mutation.min_size or (mutation.by is not None and not is_by(mutation.by)):
+        pytest.skip("shows on more ranks, or by another transport")
+    right = getattr(mutation.owner, mutation.name)
+    monkeypatch.setattr(mutation.owner, mutation.name, mutation.wrong(right))
+    found, text = verdict(IN_PROCESS[mutation.check], gpu)
+    everyone(found == FAILS, f"{found}: {text}")

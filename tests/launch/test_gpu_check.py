@@ -1,0 +1,73 @@
+"""`./scripts/gpu_check`: without a GPU it says what it leaves out; on simulated ones its jobs run checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import progress
+import pytest
+import torch
+from simulated_gpu.guard import has_compiler
+
+ROOT = Path(__file__).resolve().parents[2]
+# The process ends there, as docs/how-to/gpus.md says: what mends that takes the name away here.
+KNOWN = {"group-timeout": "SIGABRT"}
+SHORT = (
+    "future",
+    "scaler",
+    "group-timeout",
+)  # the others are called in tests/gpu, without a job of their own
+
+
+def gpu_check(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    """Run it; its exit code, the report as data and as text."""
+    command = [str(ROOT / "scripts" / "gpu_check"), "--output", str(folder), *options]
+    done = progress.run(command, env={**os.environ, "PYTHON": sys.executable}, written=[folder])
+    assert (folder / "report.json").exists(), done.stdout + done.stderr
+    return (
+        done.returncode,
+        json.loads((folder / "report.json").read_text()),
+        (folder / "report.txt").read_text(),
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_everything_is_left_out_with_the_reason(tmp_path):
+    code, report, text = gpu_check(tmp_path / "out")
+    assert code == 2
+    assert {check["verdict"] for check in report["checks"]} == {"left out"}
+    assert "torch sees no GPU" in text
+    assert report["machine"]["versions"]["torch"] in text
+    assert report["commit"] in text
+
+
+def check_verdicts(report: dict[str, Any]) -> None:
+    """All hold or were left out, but what is known, and that for the known reason."""
+    for check in report["checks"]:
+        wrong = KNOWN.get(check["name"]) if check["by"] == "nccl" else None
+        expected = ("holds", "left out") if wrong is None else ("FAILS",)
+        assert check["verdict"] in expected, check
+        assert wrong is None or wrong in check["seen"], check
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler to simulate a GPU")
+def test_on_simulated_gpus_checks_are_done_and_what_ends_a_process_is_a_red_line(tmp_path):
+    code, report, text = gpu_check(tmp_path / "out", "--simulated", "--quick", "--only", ",".join(SHORT))
+    check_verdicts(report)
+    assert {check["name"] for check in report["checks"] if check["verdict"] != "left out"} == set(SHORT)
+    assert code == bool(KNOWN)
+    assert "GPUs: simulated" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler to simulate a GPU")
+def test_on_simulated_gpus_all_checks_are_done(tmp_path, monkeypatch):
+    monkeypatch.setitem(KNOWN, "lost-rank", "left no finding")
+    _, report, _ = gpu_check(tmp_path / "out", "--simulated", "--quick")
+    check_verdicts(report)
+    assert {"bench-step 2 mpi", "bench-collectives 2 mpi"} <= set(report["benches"])

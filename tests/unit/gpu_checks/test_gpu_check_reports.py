@@ -1,0 +1,134 @@
+"""How the checks of `./scripts/gpu_check` are planned, how their jobs end, and what is reported."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from gpu_checks.benches import BENCHES
+from gpu_checks.catalog import CHECKS, MPI, NCCL, Setting, planned, settings
+from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding, joined
+from gpu_checks.jobs import launch, tail
+from gpu_checks.main import NAMES, SUITE, parse
+from gpu_checks.report import Report, Result
+
+HERE = {"PATH": "/usr/bin:/bin"}
+
+
+def result(verdict: str, name: str = "future", seen: str = "seen [1, 2]", **figures: float) -> Result:
+    finding = Finding(verdict, "expected", seen, figures)
+    return Result(name, "a property", 2, NCCL, finding, 3.0, ["the last line"] if verdict == FAILS else [])
+
+
+# -- what is run ----------------------------------------------------------------------------------------
+
+
+def test_one_gpu_has_nccl_on_one_rank_and_host_memory_on_two():
+    assert settings(1, quick=False) == [Setting(1, NCCL), Setting(2, MPI)]
+
+
+def test_several_gpus_have_nccl_on_all_of_them():
+    assert settings(4, quick=False) == [Setting(1, NCCL), Setting(2, NCCL), Setting(4, NCCL), Setting(2, MPI)]
+    assert settings(4, quick=True) == [Setting(4, NCCL), Setting(2, MPI)]
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4])
+def test_every_check_is_run_or_left_out_with_a_reason(num_gpus):
+    found = list(planned(list(CHECKS.values()), settings(num_gpus, quick=False)))
+    assert {check.name for check, _, _ in found} == set(CHECKS)
+    for check, setting, reason in found:
+        assert bool(reason) == (setting.size > num_gpus and setting.transport == NCCL), (check.name, reason)
+    assert {check.name for check, _, reason in found if reason} == ({"lost-rank"} if num_gpus == 1 else set())
+
+
+def test_names_of_checks_are_those_of_the_command():
+    assert (SUITE, *CHECKS, *BENCHES) == NAMES
+    assert parse(["--only", "future,tests"]).names == ["future", "tests"]
+    with pytest.raises(SystemExit):
+        parse(["--only", "futures"])
+
+
+# -- how a job ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("print('fine')", ""),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("import os; os.abort()", "ended by SIGABRT"),
+        ("import time; print('on its way', flush=True); time.sleep(60)", "no end within 1 s"),
+    ],
+)
+def test_the_end_of_a_job_is_told(tmp_path, program, problem):
+    log = tmp_path / "log.txt"
+    assert launch([sys.executable, "-c", program], HERE, log, 1.0 if "sleep" in program else 30.0) == problem
+
+
+def test_the_end_of_a_log_leaves_out_what_the_launcher_always_says(tmp_path):
+    log = tmp_path / "log.txt"
+    said = [
+        "ValueError: x",
+        "",
+        "-----",
+        "Primary job  terminated normally, but",
+        "[host:12] [ 3] /lib/libc.so.6(abort)",
+    ]
+    log.write_text("\n".join([*said, "prterun noticed that process rank 0 on node host exited"]))
+    assert tail(log) == ["ValueError: x"]
+    assert tail(tmp_path / "none.txt") == []
+
+
+# -- what is made of it ---------------------------------------------------------------------------------
+
+
+def test_what_one_rank_finds_wrong_is_wrong():
+    right, wrong = (
+        Finding(HOLDS, "one", "two", {"s": 1.0}),
+        Finding(FAILS, "one", "three", {"s": 4.0, "ms": 2.0}),
+    )
+    assert joined([right, right]) == right
+    found = joined([right, wrong])
+    assert (found.verdict, found.seen) == (FAILS, "rank 1: three")
+    assert found.figures == {"s": 4.0, "ms": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [([HOLDS, LEFT_OUT], 0), ([HOLDS, FAILS], 1), ([LEFT_OUT], 2), ([], 2)],
+)
+def test_the_exit_code_tells_whether_anything_failed_or_was_checked(verdicts, code):
+    assert Report({}, results=[result(verdict) for verdict in verdicts]).exit_code() == code
+
+
+def test_a_report_has_every_verdict_with_what_was_expected_and_seen(tmp_path):
+    report = Report(
+        {"commit": "abc"}, results=[result(HOLDS), result(FAILS, "scaler"), result(LEFT_OUT, seen="no GPU")]
+    )
+    report.write(tmp_path)
+    text, data = (tmp_path / "report.txt").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert "seen [1, 2]" in text
+    assert "the last line" in text
+    assert "left out: no GPU: future (2 nccl)" in text
+    assert "1 hold, 1 fail, 1 left out" in text
+    assert data["commit"] == "abc"
+    assert [check["verdict"] for check in data["checks"]] == [HOLDS, FAILS, LEFT_OUT]
+    assert data["checks"][0]["expected"] == "expected"
+
+
+def test_a_step_counts_where_it_was_said_to():
+    rows = [
+        {"model": "mlp", "variant": "mpisgd", "median_s": 1.1, "ratio_to_no_communication": 1.1},
+        {
+            "model": "mlp",
+            "variant": "DDP nccl, 25 MiB buckets",
+            "median_s": 1.0,
+            "ratio_to_no_communication": 1.0,
+        },
+    ]
+    judge = BENCHES["bench-step"].judge
+    assert judge(rows, True).verdict == FAILS
+    assert judge(rows, False).verdict == HOLDS
+    assert judge(rows, False).figures == {"mlp: ratio to none": 1.1, "mlp: ratio to DDP on NCCL": 1.1}
+    assert judge([], False).verdict == FAILS
