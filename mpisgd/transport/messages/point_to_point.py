@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mpisgd import tracing
-from mpisgd.threads.calling_thread import check_calling_thread
 from mpisgd.core.work import CompletableWork
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -29,6 +28,7 @@ from mpisgd.errors import (
 )
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.threads import wait_registry
+from mpisgd.threads.calling_thread import check_calling_thread
 from mpisgd.threads.scheduling import now_s, sleep
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.wait_registry import Message, WaitReason
