@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.coding import Coded, Coding
-from mpisgd.methods.cost_kit import Cycle, Op, Sizes, Wire, World, kept, unsent_step
+from mpisgd.methods.cost_kit import Cycle, Op, Sizes, Wire, World
+from mpisgd.methods.cost_steps import kept, unsent_step
 
 __all__ = ["MethodCost", "cost_of", "wire_of"]
 

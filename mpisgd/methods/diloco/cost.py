@@ -3,21 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mpisgd.methods.cost_kit import (
-    Alloc,
-    Bucket,
-    Cycle,
-    Free,
-    Move,
-    Op,
-    Parameter,
-    Sizes,
-    World,
-    arrived_mean,
-    kept,
-    mean_of_parameters,
-    unsent_step,
-)
+from mpisgd.methods.cost_kit import Alloc, Bucket, Cycle, Free, Move, Op, Parameter, Sizes, World
+from mpisgd.methods.cost_steps import arrived_mean, kept, mean_of_parameters, unsent_step
 from mpisgd.methods.diloco.diloco import DiLoCo
 
 __all__ = ["cost", "cycle"]

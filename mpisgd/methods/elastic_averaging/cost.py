@@ -2,18 +2,8 @@
 
 from collections.abc import Iterator
 
-from mpisgd.methods.cost_kit import (
-    Alloc,
-    Cycle,
-    Free,
-    Move,
-    Op,
-    Sizes,
-    World,
-    kept,
-    mean_of_parameters,
-    unsent_step,
-)
+from mpisgd.methods.cost_kit import Alloc, Cycle, Free, Move, Op, Sizes, World
+from mpisgd.methods.cost_steps import kept, mean_of_parameters, unsent_step
 from mpisgd.methods.elastic_averaging.elastic_averaging import ElasticAveraging
 
 __all__ = ["cost", "cycle"]

@@ -2,20 +2,8 @@
 
 from collections.abc import Iterator
 
-from mpisgd.methods.cost_kit import (
-    Alloc,
-    Check,
-    Collective,
-    Cycle,
-    Free,
-    Move,
-    Op,
-    Sizes,
-    Wait,
-    World,
-    kept,
-    unsent_step,
-)
+from mpisgd.methods.cost_kit import Alloc, Check, Collective, Cycle, Free, Move, Op, Sizes, Wait, World
+from mpisgd.methods.cost_steps import kept, unsent_step
 from mpisgd.methods.gossip.gossip import Gossip
 
 __all__ = ["cost", "cycle"]

@@ -2,25 +2,8 @@
 
 from collections.abc import Iterator
 
-from mpisgd.methods.cost_kit import (
-    HOST,
-    Alloc,
-    Check,
-    Collective,
-    Cycle,
-    Free,
-    Move,
-    Op,
-    Sizes,
-    Wait,
-    World,
-    changes_any,
-    kept,
-    mean_of_parameters,
-    reduced,
-    unsent_step,
-    update,
-)
+from mpisgd.methods.cost_kit import HOST, Alloc, Check, Collective, Cycle, Free, Move, Op, Sizes, Wait, World
+from mpisgd.methods.cost_steps import changes_any, kept, mean_of_parameters, reduced, unsent_step, update
 from mpisgd.methods.local_sgd.local_sgd import LocalSGD
 
 __all__ = ["cost", "cycle"]

@@ -18,11 +18,8 @@ from mpisgd.methods.cost_kit import (
     Sizes,
     Wait,
     World,
-    kept,
-    reduced,
-    trained,
-    update,
 )
+from mpisgd.methods.cost_steps import kept, reduced, trained, update
 from mpisgd.methods.one_bit.one_bit import OneBit
 from mpisgd.methods.two_step.cost import CODING
 

@@ -4,19 +4,8 @@ import math
 from collections.abc import Iterator
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.methods.cost_kit import (
-    Alloc,
-    Collective,
-    Cycle,
-    Free,
-    Op,
-    Sizes,
-    Wait,
-    World,
-    kept,
-    trained,
-    update,
-)
+from mpisgd.methods.cost_kit import Alloc, Collective, Cycle, Free, Op, Sizes, Wait, World
+from mpisgd.methods.cost_steps import kept, trained, update
 from mpisgd.methods.parameter_server.parameter_server import ParameterServer
 from mpisgd.methods.sharded.cost import largest_part
 from mpisgd.methods.shared_parameters import cost as shared_parameters

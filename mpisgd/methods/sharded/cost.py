@@ -26,12 +26,8 @@ from mpisgd.methods.cost_kit import (
     Sizes,
     Wait,
     World,
-    backward_in_buckets,
-    changes_any,
-    kept,
-    trained,
-    update,
 )
+from mpisgd.methods.cost_steps import backward_in_buckets, changes_any, kept, trained, update
 from mpisgd.methods.sharded.sharded import Sharded
 from mpisgd.sharding.division import assign
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from mpisgd.methods.cost_kit import Check, Collective, Op, Sizes, Wait, World, kept, trained, update
+from mpisgd.methods.cost_kit import Check, Collective, Op, Sizes, Wait, World
+from mpisgd.methods.cost_steps import kept, trained, update
 from mpisgd.methods.sharded.cost import largest_part
 
 __all__ = ["cost"]

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from mpisgd.methods.cost_kit import Alloc, Cycle, Op, Sizes, World, kept, reduced, update
+from mpisgd.methods.cost_kit import Alloc, Cycle, Op, Sizes, World
+from mpisgd.methods.cost_steps import kept, reduced, update
 from mpisgd.methods.shared_parameters import cost as shared_parameters
 
 __all__ = ["cost", "cycle"]

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpisgd.methods.cost_kit import Cycle, Op, Sizes, World, reduced, trained, update
+from mpisgd.methods.cost_kit import Cycle, Op, Sizes, World
+from mpisgd.methods.cost_steps import reduced, trained, update
 from mpisgd.methods.one_bit_adam.cost import exchanged, start
 from mpisgd.methods.zero_one_adam.zero_one_adam import is_variance_step, local_interval
 
