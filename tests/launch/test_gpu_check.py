@@ -14,8 +14,6 @@ import torch
 from simulated_gpu.guard import has_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-# The process ends there, as docs/how-to/gpus.md says: what mends that takes the name away here.
-KNOWN = {"group-timeout": "SIGABRT"}
 SHORT = (
     "future",
     "scaler",
@@ -46,28 +44,24 @@ def test_without_a_gpu_everything_is_left_out_with_the_reason(tmp_path):
 
 
 def check_verdicts(report: dict[str, Any]) -> None:
-    """All hold or were left out, but what is known, and that for the known reason."""
-    for check in report["checks"]:
-        wrong = KNOWN.get(check["name"]) if check["by"] == "nccl" else None
-        expected = ("holds", "left out") if wrong is None else ("FAILS",)
-        assert check["verdict"] in expected, check
-        assert wrong is None or wrong in check["seen"], check
+    """All hold or were left out."""
+    wrong = [check for check in report["checks"] if check["verdict"] not in ("holds", "left out")]
+    assert not wrong, wrong
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler to simulate a GPU")
-def test_on_simulated_gpus_checks_are_done_and_what_ends_a_process_is_a_red_line(tmp_path):
+def test_on_simulated_gpus_checks_are_done_in_jobs(tmp_path):
     code, report, text = gpu_check(tmp_path / "out", "--simulated", "--quick", "--only", ",".join(SHORT))
     check_verdicts(report)
     assert {check["name"] for check in report["checks"] if check["verdict"] != "left out"} == set(SHORT)
-    assert code == bool(KNOWN)
+    assert code == 0
     assert "GPUs: simulated" in text
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler to simulate a GPU")
-def test_on_simulated_gpus_all_checks_are_done(tmp_path, monkeypatch):
-    monkeypatch.setitem(KNOWN, "lost-rank", "left no finding")
+def test_on_simulated_gpus_all_checks_are_done(tmp_path):
     _, report, _ = gpu_check(tmp_path / "out", "--simulated", "--quick")
     check_verdicts(report)
     assert {"bench-step 2 mpi", "bench-collectives 2 mpi"} <= set(report["benches"])
