@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.core.group import Group
+from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
 from mpisgd.verification.paper_run import needs_closure
 from mpisgd.verification.problem import Batch, Problem, flat_parameters
 from mpisgd.verification.sabotage import Sabotage
@@ -151,6 +152,7 @@ class Trainee:
             else:
                 evaluate()
                 optimizer.step()
+            wait_for_parameters()
             self.end_step(list(model.parameters()))
             rows.append(flat_parameters(model))
         return rows

@@ -8,7 +8,7 @@ import mpisgd
 
 __all__ = ["PAPERS", "section_of"]
 
-METHODS = Path(__file__).resolve().parents[2] / "mpisgd" / "methods"
+METHODS = Path(mpisgd.__file__).parent / "methods"
 KIT = "[paper_kit](../../../mpisgd/methods/paper_kit.py)"
 
 # Papers beside those in a method's own folder.

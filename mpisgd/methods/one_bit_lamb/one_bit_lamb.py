@@ -13,13 +13,8 @@ from torch import Tensor
 from mpisgd.arguments import check_positive, shown
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
-from mpisgd.methods.compressed_momentum.compressed_momentum import (
-    CompressedMomentumOptimizer,
-    Trained,
-    adam_defaults,
-    denominator,
-    update_moments,
-)
+from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
+from mpisgd.methods.compressed_momentum.moments import Trained, adam_defaults, denominator, update_moments
 
 __all__ = ["OneBitLamb"]
 

@@ -15,14 +15,8 @@ from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import own
-from mpisgd.methods.compressed_momentum.compressed_momentum import (
-    CompressedMomentumOptimizer,
-    Kept,
-    Trained,
-    adam_defaults,
-    denominator,
-    update_moments,
-)
+from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer, Kept
+from mpisgd.methods.compressed_momentum.moments import Trained, adam_defaults, denominator, update_moments
 
 __all__ = ["ZeroOneAdam", "is_variance_step", "local_interval"]
 

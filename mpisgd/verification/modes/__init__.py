@@ -7,6 +7,7 @@ from mpisgd.verification.modes.compressions import COMPRESSIONS
 from mpisgd.verification.modes.horovod import HOROVOD
 from mpisgd.verification.modes.layouts import LAYOUTS
 from mpisgd.verification.modes.one_bit_optimizers import ONE_BIT_OPTIMIZERS
+from mpisgd.verification.modes.pairs import PAIRS
 from mpisgd.verification.modes.pipelines import PIPELINES
 from mpisgd.verification.modes.resumption import RESUMPTION
 from mpisgd.verification.modes.strategies import STRATEGIES
@@ -25,6 +26,7 @@ MODES: tuple[Mode, ...] = (
     *STRATEGIES,
     *ASYNCHRONOUS,
     *COMPRESSIONS,
+    *PAIRS,
     *ONE_BIT_OPTIMIZERS,
     *BFLOAT16,
 )

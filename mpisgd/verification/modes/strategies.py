@@ -1,11 +1,11 @@
 """Strategies whose ranks have models of their own: equal to their papers, with all ranks in one process."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.job.rank_info import topology
@@ -46,13 +46,14 @@ def directed(size: int) -> Tensor:
 def by_paper(
     strategy_of: Callable[[int], mpisgd.Strategy],
     compression: mpisgd.Compressor = mpisgd.Compression.none,
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = sgd,
 ) -> Callable[[Problem, int], Tensor]:
     """Return the training by the paper of a strategy, which is made of the number of ranks."""
 
     def simulate(problem: Problem, order: int) -> Tensor:
         lengths = [(name, param.nbytes) for name, param in problem.model().named_parameters()]
         definition = paper_of(strategy_of(problem.size), compression, size=problem.size, lengths=lengths)
-        return trajectory(problem, sgd, definition, order, hosts=topology().nodes)
+        return trajectory(problem, make, definition, order, hosts=topology().nodes)
 
     return simulate
 

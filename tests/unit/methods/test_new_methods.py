@@ -1,0 +1,190 @@
+"""A strategy or a compressor is a folder and a line: tables, the fuzzer and `verify` know it then."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+STRATEGY = '''
+"""Ranks train by themselves; every `every` steps their parameters become the mean of all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.mean_every import paper
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_none
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
+from mpisgd.methods.strategy.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class MeanEvery(Strategy):
+    """The mean of parameters."""
+
+    every: int = 2
+
+    @property
+    def goes_with(self) -> GoesWith:
+        return replace(LOCAL_STEPS, compression=Compressions("no", (needs_none,)))
+
+    def synchronizer(self, training):
+        return MeanEverySynchronizer(training, self.every)
+
+    def paper(self, size, lengths=()):
+        return paper.MeanEvery(self.every)
+
+
+class MeanEverySynchronizer(LocalSynchronizer):
+    def __init__(self, training, every):
+        super().__init__(training)
+        self._every = every
+
+    def synchronize(self):
+        if self.num_steps % self._every == 0:
+            all_reduce_coalesced(self.averaged, ReduceOp.AVG, self.training.group)
+'''
+STRATEGY_PAPER = '''
+"""x_i <- mean of all x_j after every k-th step."""
+
+from dataclasses import dataclass
+
+from mpisgd.methods.paper_kit import Paper, Vec, World, mean
+
+
+@dataclass(frozen=True)
+class MeanEvery(Paper[None]):
+    k: int
+
+    def start(self, x: dict[int, Vec], w: World) -> None:
+        return None
+
+    def after(self, s: None, x: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
+        if w.step % self.k:
+            return s, x
+        return s, dict.fromkeys(w.ranks, mean(x, w))
+'''
+COMPRESSOR = '''
+"""Elements are cut to a limit before their mean is taken."""
+
+from dataclasses import dataclass
+
+from mpisgd.compress.compressor import BucketReducer, Compressor
+from mpisgd.compress.sum_reducer import SumReducer
+from mpisgd.methods.cut import paper
+
+
+@dataclass(frozen=True)
+class Cut(Compressor):
+    """The mean of what is cut."""
+
+    limit: float = 0.01
+
+    def reducer(self, layout):
+        return CutReducer(self.limit, layout.numel * layout.dtype.itemsize)
+
+    def paper(self):
+        return paper.Cut(self.limit)
+
+
+class CutReducer(SumReducer):
+    def __init__(self, limit, nbytes):
+        super().__init__(nbytes)
+        self._limit = limit
+
+    def reduce(self, bucket, group, op):
+        super().reduce(bucket.clamp_(-self._limit, self._limit), group, op)
+'''
+COMPRESSOR_PAPER = '''
+"""g <- mean of max(-c, min(c, g_i))."""
+
+from dataclasses import dataclass
+
+from mpisgd.methods.paper_kit import Paper, Vec, World, mean
+
+
+@dataclass(frozen=True)
+class Cut(Paper[None]):
+    c: float
+
+    def start(self, x: dict[int, Vec], w: World) -> None:
+        return None
+
+    def reduce(self, s: None, g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
+        cut = {i: g[i].each(lambda tensor: tensor.clamp(-self.c, self.c)) for i in w.ranks}
+        return s, dict.fromkeys(w.ranks, mean(cut, w))
+'''
+LINES = {
+    "__init__.pyi": "from mpisgd.methods.mean_every.mean_every import MeanEvery as MeanEvery\n",
+    "compress/__init__.pyi": "from mpisgd.methods.cut.cut import Cut as Cut\n",
+}
+PROGRAM = """
+import goes_with_tables
+import paper_sections
+import torch
+from fuzzing import choices
+
+import mpisgd
+from mpisgd.job.threads_as_ranks import run_ranks
+from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
+from mpisgd.verification.cell import try_mode
+from mpisgd.verification.modes.pairs import PAIRS
+
+assert strategy_from_text("MeanEvery(every=3)") == mpisgd.MeanEvery(3)
+assert compressor_from_text("Cut(limit=2.0)") == mpisgd.compress.Cut(2.0)
+assert " MeanEvery " in goes_with_tables.generated() and "`Cut`" in goes_with_tables.generated()
+assert "mpisgd.MeanEvery()" in choices.LOCAL and "mpisgd.compress.Cut()" in choices.COMPRESSORS
+assert paper_sections.PAPERS["mpisgd.MeanEvery"] == ("mean_every",)
+assert paper_sections.PAPERS["mpisgd.compress.Cut"] == ("cut",)
+modes = [mode for mode in PAIRS if "MeanEvery" in mode.name or "Cut" in mode.name]
+assert {"MeanEvery(), Compression.none", "Synchronous(), compress.Cut()"} <= {mode.name for mode in modes}
+for mode in modes:
+    cells = run_ranks(3, lambda: try_mode(mode, torch.float64, "threads", quick=True))
+    for cell in cells:
+        assert cell.is_equal, cell
+    print(mode.name, cells[0].difference)
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, with two methods more."""
+    package = tmp_path / "mpisgd"
+    shutil.copytree(ROOT / "mpisgd", package, ignore=shutil.ignore_patterns("__pycache__"))
+    files = {
+        "mean_every/mean_every.py": STRATEGY,
+        "mean_every/paper.py": STRATEGY_PAPER,
+        "cut/cut.py": COMPRESSOR,
+        "cut/paper.py": COMPRESSOR_PAPER,
+    }
+    for name, text in files.items():
+        path = package / "methods" / name
+        path.parent.mkdir(exist_ok=True)
+        path.with_name("__init__.py").touch()
+        path.write_text(text.lstrip())
+    for name, line in LINES.items():
+        stub = package / name
+        stub.write_text(stub.read_text() + line)
+    return tmp_path
+
+
+def test_a_folder_and_a_line_are_all_that_a_method_needs(copy):
+    paths = [copy, ROOT / "scripts", ROOT / "scripts" / "docs_site"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
