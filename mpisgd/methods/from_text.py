@@ -1,7 +1,10 @@
 """A strategy, a compressor or an optimizer from a text such as `LocalSGD(8)`: for command lines."""
 
 import ast
+import importlib
 import inspect
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +53,7 @@ def strategy_from_text(text: str) -> Strategy:
         text: a name, or a call whose arguments are literals, torch's optimizer classes and dtypes by name, or
             such calls of `Offload`: `Synchronous`, `LocalSGD(8, warmup_steps=100)`,
             `DiLoCo(outer_optimizer=Adam)`, `Sharded(2, master_dtype=float32, offload=Offload("/scratch"))`.
+            One of the user's own has its module before it, which is imported: `my_methods:BlockMomentum(4)`.
 
     Raises:
         InvalidArgument: it is not of this form, names no strategy, or has arguments that it does not take.
@@ -105,13 +109,27 @@ def optimizer_from_text(text: str) -> OptimizerChoice:
 
 
 def _made(what: str, text: str, module: Any) -> Any:
-    name, arguments, options = call_of(what, text)
-    kind = getattr(module, name) if name in module.__all__ else None
+    own, colon, call = text.partition(":") if ":" in text.partition("(")[0] else ("", "", text)
+    name, arguments, options = call_of(what, call)
+    if colon:
+        kind = getattr(_imported(what, text, own), name, None)
+    else:
+        kind = getattr(module, name) if name in module.__all__ else None
     if not isinstance(kind, type) or not issubclass(kind, (Strategy, Compressor)):
         raise InvalidArgument(f"{what} {shown(text)}: {name} is no {what}")
     try:
         return kind(*arguments, **options)
     except TypeError as exc:
+        raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
+
+
+def _imported(what: str, text: str, name: str) -> Any:
+    """Return a module of the user's, which may lie in the current folder, as for `python -m`."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except (ModuleNotFoundError, ValueError) as exc:
         raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
 
 

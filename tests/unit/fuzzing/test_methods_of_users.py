@@ -11,6 +11,15 @@ from fuzzing.draw import draw
 from fuzzing.serial_definition import definition_of
 from fuzzing.threads_backend import ThreadsBackend
 
+import mpisgd
+from mpisgd.methods.cost_kit import World
+from mpisgd.methods.costs import cost_of, wire_of
+from mpisgd.methods.from_text import strategy_from_text
+from mpisgd.methods.peak_memory import peak_memory
+from mpisgd.methods.sizes import parameter, sizes_of
+from mpisgd.methods.wire_bytes import sent_bytes
+from mpisgd.plan.methods import planned_methods
+
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "extending.md"
 SEEDS = range(25)
 
@@ -43,3 +52,24 @@ def test_a_fault_of_it_is_found(page, monkeypatch):
     backend = ThreadsBackend()
     programs = (draw(seed, strategy="extending_page.BlockMomentum(steps=2)") for seed in SEEDS)
     assert any(backend.run(program).kind == "values" for program in programs)
+
+
+def test_its_cost_is_read_as_that_of_any_method(page):
+    names = "extending_page:BlockMomentum(steps=2); LocalSGD(2)"
+    own, local = (cost_of(each.strategy) for each in planned_methods(names))
+    sizes = sizes_of([parameter(0, (64, 32), 4, 0), parameter(1, (64,), 4, 0)], 2**20)
+    world = World(1, 4, wire_of(mpisgd.Compression.none))
+    assert own.cycle(world).length == local.cycle(world).length == 2
+    for step in (1, 2):
+        sent, expected = (sent_bytes(each.cost(sizes, world, step), world) for each in (own, local))
+        assert sent == expected
+        assert any(expected.values()) == (step == 2)
+    kept = peak_memory(own, sizes, world).strategy - peak_memory(local, sizes, world).strategy
+    assert kept == 2 * sizes.nbytes
+
+
+def test_a_module_that_is_not_there_is_named():
+    with pytest.raises(mpisgd.InvalidArgument, match="nowhere"):
+        strategy_from_text("nowhere:BlockMomentum(steps=2)")
+    with pytest.raises(mpisgd.InvalidArgument, match="Nothing is no strategy"):
+        strategy_from_text("mpisgd.methods.gossip.gossip:Nothing(2)")
