@@ -115,8 +115,8 @@ def test_jobs_reach_each_other_in_all_ways():
 
 def test_jobs_without_a_mode_are_left_out():
     assert jobs([1, 2], only="elastic.run") == [(2, "a rank is lost")]
-    assert jobs([1, 2], only="PerHost") == [(2, "2 hosts")]
-    assert jobs([1, 2], only="PerHost", emulates=False) == [(2, "2 hosts, pretended")]
+    assert jobs([1, 2], only="PerHost(TopK(ratio=0.2))") == [(2, "2 hosts")]
+    assert jobs([1, 2], only="PerHost(TopK(ratio=0.2))", emulates=False) == [(2, "2 hosts, pretended")]
     assert jobs([2], only="locked=False") == [(2, "shared memory")]
     assert len(jobs([2], only="elastic.run", sabotage=True)) == 4
 
@@ -132,4 +132,4 @@ def test_broken_modes_get_eight_ranks_only_where_they_need_them():
 
 def test_modes_can_be_chosen():
     assert len(Plan(quick=True).modes()) < len(Plan().modes())
-    assert {mode.name for mode in Plan(only="QSGD").modes()} == {"QSGD(bits=4, segment=10)"}
+    assert {mode.name for mode in Plan(only="QSGD(bits=4, segment").modes()} == {"QSGD(bits=4, segment=10)"}
