@@ -23,7 +23,7 @@ from mpisgd.methods.sizes import parameter, sizes_of
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.state_bytes import OptimizerLike, state_bytes
-from mpisgd.sharding.elementwise import KNOWN
+from mpisgd.sharding.elementwise import KNOWN, is_known_step
 
 __all__ = ["MemoryEstimate", "MemoryEstimates", "estimate_memory"]
 
@@ -210,4 +210,4 @@ def _is_elementwise(optimizer: OptimizerLike) -> bool:
         type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer, "step", None
     )
     wrapped = getattr(optimizer, "func", None)  # of a functools.partial
-    return any(step is known.step or wrapped is known for known in KNOWN)
+    return is_known_step(step) or any(wrapped is known for known in KNOWN)

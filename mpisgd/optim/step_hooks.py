@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mpisgd.sharding.elementwise import WRAPPERS
+
 __all__ = ["register_step_hooks", "step_noting_depth"]
 
 PreHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
@@ -35,6 +37,7 @@ def step_noting_depth(wrapped: type[torch.optim.Optimizer]) -> dict[str, Any]:
         finally:
             self._step_depth = OUTSIDE
 
+    WRAPPERS.add(step.__code__)  # type: ignore[attr-defined]
     return {"step": step, "_step_depth": OUTSIDE}
 
 

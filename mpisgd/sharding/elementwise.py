@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["counts_on_device", "is_known_elementwise", "may_join", "single_step"]
+__all__ = ["WRAPPERS", "counts_on_device", "is_known_elementwise", "is_known_step", "may_join", "single_step"]
+
+# The code of functions that call a step and do nothing to parameters: torch's for its hooks, and our own.
+WRAPPERS = {torch.optim.Optimizer.profile_hook_step(lambda: None).__code__}
 
 KNOWN = (
     torch.optim.SGD,
@@ -25,9 +28,23 @@ KNOWN = (
 
 def is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the step of an optimizer is that of one of torch's elementwise ones, not overridden."""
-    step: Any = type(optimizer).step
-    known = any(step is cls.step for cls in KNOWN)
+    known = is_known_step(type(optimizer).step)
     return known and not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+def is_known_step(step: Any) -> bool:
+    """Return whether a `step` is that of one of torch's elementwise optimizers.
+
+    Which classes torch has wrapped a step in for its hooks, the optimizer's or its parent's, depends on which
+    of them were made before.
+    """
+    return any(_without_hooks(step) is _without_hooks(cls.step) for cls in KNOWN)
+
+
+def _without_hooks(step: Any) -> Any:
+    while getattr(step, "__code__", None) in WRAPPERS:
+        step = step.__wrapped__
+    return step
 
 
 def may_join(options: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 from torch import nn
 
+import mpisgd
+from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.sharding.elementwise import KNOWN, is_known_elementwise, may_join, single_step
 
 ALIGN_BYTES = 64
@@ -54,3 +57,24 @@ def test_bits_do_not_depend_on_how_parameters_are_cut(kind, options, dtype):
             with torch.no_grad():
                 single_step(optimizer)(optimizer)
     assert torch.equal(torch.cat([part.detach() for part in parts]), whole.detach())
+
+
+def test_a_step_stays_known_where_torch_has_wrapped_that_of_the_parent_too(monkeypatch):
+    # A class of which one was made before its parent has a wrapped step of its own; ours then notes
+    # which of the two is the outer one.
+    own = torch.optim.Optimizer.profile_hook_step(torch.optim.AdamW.step)
+    own.hooked = True
+    monkeypatch.setattr(torch.optim.AdamW, "step", own)
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    (optimizer,) = run_ranks(1, lambda: mpisgd.DistributedOptimizer(torch.optim.AdamW(params)))
+    assert "step" in vars(type(optimizer))
+    assert is_known_elementwise(optimizer)
+
+
+def test_a_step_that_only_looks_like_one_of_torchs_is_not_known():
+    class Clipped(torch.optim.AdamW):
+        @functools.wraps(torch.optim.AdamW.step)
+        def step(self, closure=None):
+            return super().step(closure)
+
+    assert not is_known_elementwise(Clipped([torch.zeros(2, requires_grad=True)]))
