@@ -68,6 +68,8 @@ def summary(told: Mapping[int, Intention]) -> str:
     (kind,) = by_kind
     for place, name in enumerate(COMPARED):
         values = _ranks_by((mine.fields[place], rank) for rank, mine in told.items())
+        if len(values) > 1 and name == "owner":
+            return f"{kind} is of different optimizers, or of none: see each rank's line"
         if len(values) > 1:
             differ = ", ".join(f"{value or 'none'} on {ranks_text(ranks)}" for value, ranks in values.items())
             return f"{name} of {kind} differs: {differ}"
