@@ -97,6 +97,7 @@ class ShardedReducer(GradientReducer):
 
     def begin(self, when: str) -> bool:
         """See `GradientReducer`."""
+        self.abandon()  # before the memory of what is on its way is given back
         if not self.stands_in():
             self.release()
         return super().begin(when)
@@ -228,6 +229,7 @@ class ShardedReducer(GradientReducer):
 
     def reset(self) -> None:
         """Take away what stands for the gradients, and forget these."""
+        self.abandon()
         if self._stands_in:
             for param, sharded in zip(self.params, self._sharded, strict=True):
                 if param.grad is sharded:

@@ -9,6 +9,7 @@ from fuzzing.program import (
     Backward,
     Broadcast,
     Convert,
+    FailedBackward,
     Layer,
     Optimizer,
     Program,
@@ -205,3 +206,24 @@ def test_what_was_accumulated_on_one_rank_after_a_reduction_is_reduced(several):
 def test_a_rank_that_had_no_backward_inside_no_sync_takes_part():
     events = [Backward((6,)), Backward((7,), skipped=(1,), no_sync=True), Synchronize(), Step()]
     check(*events, layers=[Layer()], optimizers=[Optimizer("SGD", (("lr", 0.5),), (0,))])
+
+
+# Seed 491. An exception left a backward while a bucket was on its way to its owner; zero_grad() gave the
+# bucket's memory back before that had arrived.
+
+
+def test_gradients_are_reset_while_a_bucket_is_on_its_way_to_its_owner():
+    verdict = ThreadsBackend().run(
+        Program(
+            *(491, 3, 1, False),
+            (Layer(shape=(1,)), Layer(shape=(300, 250))),
+            (
+                Optimizer(
+                    *("SGD", (("lr", 0.5),), (0, 1)),
+                    (("strategy", "mpisgd.Sharded(overlap_forward=True)"), ("bucket_cap_bytes", "64")),
+                ),
+            ),
+            (Step(), FailedBackward((5,))),
+        )
+    )
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
