@@ -26,7 +26,15 @@ def test_it_starts_its_own_jobs_and_writes_what_it_found(tmp_path):
 
 def test_under_mpirun_it_takes_these_ranks_and_prints_once():
     done = run_python(
-        "-m", "mpisgd", "verify", "--quick", "--sabotage", "--only", "LocalSGD(2)", num_ranks=2, preloaded=True
+        "-m",
+        "mpisgd",
+        "verify",
+        "--quick",
+        "--sabotage",
+        "--only",
+        "LocalSGD(2)",
+        num_ranks=2,
+        preloaded=True,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("8 of 8 cells are as they must be") == 1

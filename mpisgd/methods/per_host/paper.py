@@ -21,6 +21,11 @@ class PerHost(Paper[Any]):
 
     compressor: Paper[Any]
 
+    @property
+    def feedback(self) -> bool:
+        """Whether the compressor adds what it did not send to what comes next."""
+        return getattr(self.compressor, "feedback", False)
+
     def start(self, x: dict[int, Vec], w: World) -> Any:
         """See `Paper`."""
         between = _between_hosts(w)
