@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import ErrorType
-
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.call_site import call_site
 from mpisgd.core.consistency import Operation
@@ -115,8 +113,8 @@ class InFlight:
 
     def failure(self) -> MpisgdError | None:
         """Return NCCL's own error, once nothing else may explain it any more."""
-        code = self._inner.get_error()
-        if code == ErrorType.SUCCESS:
+        code = self._inner.get_error() if hasattr(self._inner, "get_error") else None  # torch 2.4 has none
+        if code is None or code.name == "SUCCESS":
             return None
         self._failed_s = self._failed_s or time.monotonic()
         if time.monotonic() < self._failed_s + EXPLAIN_S:
