@@ -69,6 +69,9 @@ FOR_THREE_OR_FOUR = (
 # Random programs, which tests/unit/fuzzing runs on threads at every size: three ranks confirm it.
 FUZZING = "tests/mpi/fuzzing/test_random_programs.py"
 
+# Of simulated GPUs, what two ranks say by NCCL and through host memory.
+SAID_BY_TWO = ("--ignore=tests/gpu/test_gpu_checks.py", "--ignore=tests/gpu/test_sharded_gpu.py")
+
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
     1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc", FUZZING),
@@ -166,9 +169,11 @@ def plan(
     stages += [Stage("unit", ("tests/unit",)), threads_stage(long=long)]
     # On a GPU: alone by NCCL, two that share it through host memory. On simulated ones two go by NCCL, too.
     if gpu or can_simulate_gpus():
-        stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
+        said = () if gpu or long else SAID_BY_TWO
+        stages += [Stage("gpu 1", ("tests/gpu",), 1, options=said), Stage("gpu 2", ("tests/gpu",), 2)]
     if not gpu and can_simulate_gpus():
-        stages += [Stage("gpu 2 staged", ("tests/gpu",), 2, settings=(("MPISGD_GPU", "mpi"),))]
+        staged = (("MPISGD_GPU", "mpi"),)
+        stages += [Stage("gpu 2 staged", ("tests/gpu",), 2, options=said, settings=staged)]
     if not quick:
         stages += [Stage("cluster", ("tests/cluster",)), Stage("faults", ("tests/faults",))]
         stages += [Stage("messages 3", SHORT_SET, 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]

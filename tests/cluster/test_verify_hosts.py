@@ -11,7 +11,7 @@ from clusters import ENVIRONMENT, ROOT
 
 def test_it_starts_a_job_on_two_hosts(tmp_path):
     path = tmp_path / "cells.json"
-    words = ["verify", "--quick", "--only", "PerHost", "--ranks", "3", "--json", str(path)]
+    words = ["verify", "--quick", "--only", "PerHost(TopK", "--ranks", "3", "--json", str(path)]
     done = progress.run([sys.executable, "-m", "mpisgd", *words], env=ENVIRONMENT, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "pretended" not in done.stderr
