@@ -15,7 +15,7 @@ profile, where `tune` has measured the collective: so all ranks agree.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -165,25 +165,16 @@ def run(
     prepared = PreparedCall(row, call, transport)
     before = None if transport is None else prepared.begin
     name = "mpi" if transport is None else transport.name
-    if on_host:  # a small message feels every call
-        return call.group.queue.run(
-            call.operation,
-            prepared.run,
-            tensors=call.outputs,
-            async_op=async_op,
-            before=before,
-            transport=name,
-            like=like,
-        )
-    return run_in_queue(
-        call.group,
+    # A small message feels every call, and on the host no streams are to be kept in order.
+    start: Callable[..., Work | None] = call.group.queue.run if on_host else partial(run_in_queue, call.group)
+    return start(
         call.operation,
         prepared.run,
         tensors=call.outputs,
         async_op=async_op,
-        like=like,
         before=before,
         transport=name,
+        like=like,
     )
 
 

@@ -47,7 +47,7 @@ class OptimizerChoice:
 
 
 def strategy_from_text(text: str) -> Strategy:
-    """Return the strategy that `mpisgd.<text>` would make, without running anything else.
+    """Return the strategy that `mpisgd.<text>` would make; only a module of the user's own is run for it.
 
     Args:
         text: a name, or a call whose arguments are literals, torch's optimizer classes and dtypes by name, or

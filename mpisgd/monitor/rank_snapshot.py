@@ -18,7 +18,7 @@ from mpisgd.accelerator.runtime import runtime
 from mpisgd.errors import MpisgdError
 from mpisgd.monitor.idle_threads import may_communicate
 from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
-from mpisgd.threads import wait_registry
+from mpisgd.threads import wait_registry, waiting
 from mpisgd.threads.wait_registry import RegisteredWait, RunningCallback, WaitReason
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(HERE)) + os.sep
 STANDARD_LIBRARY = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
 # The innermost frames of a thread that waits or reports its wait say nothing about it.
-WAITING = (HERE, os.path.join(PACKAGE, "core", "waiting.py"))
+WAITING = (HERE, waiting.__file__)
 # A call site is a line of the program: neither ours nor torch's.
 NOT_THE_PROGRAM = (PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, STANDARD_LIBRARY)
 

@@ -86,7 +86,9 @@ def test_messages_arrive(name):
 @pytest.mark.parametrize("name", ["zero", "pipeline", "tensor_parallel", "point_to_point"])
 def test_a_program_runs_on_any_ranks_or_says_in_a_line_what_it_wants(name, num_ranks):
     done = run_python(str(PROGRAMS / f"{name}.py"), num_ranks=num_ranks)
-    if done.returncode:
+    if done.returncode == 0:
+        assert done.stdout.strip()
+    else:
         assert done.stderr.splitlines()[0].startswith(f"{name}.py: error: "), done.stderr
         assert "start this" in done.stderr
         assert "Traceback" not in done.stderr

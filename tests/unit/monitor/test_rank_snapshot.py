@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from mpisgd.errors import NotInitialized
-from mpisgd.monitor.rank_snapshot import take_snapshot
+from mpisgd.monitor.rank_snapshot import stack_of, take_snapshot
 from mpisgd.threads import wait_registry
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
+from mpisgd.threads.waiting import Backoff
 
 
 def is_free_beside(sleeping, wake, **options) -> tuple[bool, int]:
@@ -167,3 +168,15 @@ def test_a_wait_shows_the_line_of_the_program_and_its_stack_ends_there():
     assert wait.site.endswith("in test_a_wait_shows_the_line_of_the_program_and_its_stack_ends_there")
     *_, last = [line for line in state.stacks["MainThread"].splitlines() if line.startswith("  File")]
     assert last.endswith("in test_a_wait_shows_the_line_of_the_program_and_its_stack_ends_there")
+
+
+def test_a_stack_ends_where_the_thread_began_to_wait():
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: Backoff(20.0).wait_for(over.is_set), daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    stack = stack_of(sys._current_frames()[thread.ident or 0])
+    over.set()
+    thread.join(20.0)
+    assert "waiting.py" not in stack
+    assert "wait_for(over.is_set)" in stack.splitlines()[-1]
