@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fuzzing.compare import Verdict
 from fuzzing.mpirun_backend import MpirunBackend
-from fuzzing.program import Program
-from fuzzing.threads_backend import ThreadsBackend
+from mpisgd.verification.programs.compare import Verdict
+from mpisgd.verification.programs.program import Program
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
 
 __all__ = ["BothBackends", "compared"]
 

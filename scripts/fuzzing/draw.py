@@ -26,8 +26,8 @@ from fuzzing.choices import (
     TINY,
     USERS,
 )
-from fuzzing.contract import violation
-from fuzzing.program import (
+from mpisgd.verification.programs.contract import violation
+from mpisgd.verification.programs.program import (
     AddGroup,
     Backward,
     Broadcast,

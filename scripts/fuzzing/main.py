@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from fuzzing.both_backends import BothBackends
-from fuzzing.compare import Verdict
 from fuzzing.draw import draw
 from fuzzing.mpirun_backend import MpirunBackend
-from fuzzing.program import Program, parse
-from fuzzing.python_text import python_text
 from fuzzing.schedules import run_schedules
 from fuzzing.shrink import shrink
-from fuzzing.threads_backend import ThreadsBackend
+from mpisgd.verification.programs.compare import Verdict
+from mpisgd.verification.programs.program import Program, parse
+from mpisgd.verification.programs.python_text import python_text
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
 
 __all__ = ["Backend", "Fault", "Report", "fuzz", "main"]
 

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import TracebackType
 
-from fuzzing.compare import Verdict
-from fuzzing.program import Program
+from mpisgd.verification.programs.compare import Verdict
+from mpisgd.verification.programs.program import Program
 
 __all__ = ["MpirunBackend"]
 

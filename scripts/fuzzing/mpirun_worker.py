@@ -16,8 +16,8 @@ from multiprocessing.connection import Client
 import torch
 
 import mpisgd
-from fuzzing.program import parse
-from fuzzing.try_out import try_out
+from mpisgd.verification.programs.program import parse
+from mpisgd.verification.programs.try_out import try_out
 
 
 def main() -> None:

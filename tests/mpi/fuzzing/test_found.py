@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzzing.program import (
+from verdicts import everyone, referee
+
+import mpisgd
+from mpisgd.verification.programs.program import (
     AddGroup,
     Backward,
     Layer,
@@ -14,10 +17,7 @@ from fuzzing.program import (
     Synchronize,
     ZeroGrad,
 )
-from fuzzing.try_out import try_out
-from verdicts import everyone, referee
-
-import mpisgd
+from mpisgd.verification.programs.try_out import try_out
 
 
 def check(*events, layers, optimizers):

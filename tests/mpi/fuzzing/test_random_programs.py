@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fuzzing.compare import Verdict
 from fuzzing.draw import draw
-from fuzzing.python_text import python_text
-from fuzzing.try_out import try_out
 from verdicts import everyone, referee
 
 import mpisgd
@@ -23,6 +20,9 @@ from mpisgd.methods.sharded import piecewise
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.transport import torch_reduction
+from mpisgd.verification.programs.compare import Verdict
+from mpisgd.verification.programs.python_text import python_text
+from mpisgd.verification.programs.try_out import try_out
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, and what mpisgd says of refused choices
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzzing.program import (
+
+import mpisgd
+from mpisgd.job.threads_as_ranks import run_ranks
+from mpisgd.verification.programs.program import (
     AddGroup,
     Backward,
     Broadcast,
@@ -18,10 +21,7 @@ from fuzzing.program import (
     Synchronize,
     ZeroGrad,
 )
-from fuzzing.threads_backend import ThreadsBackend
-
-import mpisgd
-from mpisgd.job.threads_as_ranks import run_ranks
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
 
 
 def check(*events, ranks=2, layers, optimizers, exact=False, seed=0, scaler=False):

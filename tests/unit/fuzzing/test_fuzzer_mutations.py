@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 from fuzzing.draw import draw
-from fuzzing.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
-from fuzzing.threads_backend import ThreadsBackend
 
 from mpisgd.gradients import compression_state
 from mpisgd.gradients.accumulation import AccumulationWindow
@@ -24,6 +22,8 @@ from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.threshold import threshold
 from mpisgd.optim import state_layout
 from mpisgd.sharding import divided_parameters
+from mpisgd.verification.programs.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
 
 ENOUGH = 4_000  # programs, of which those are run that do what it takes
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from fuzzing.draw import draw
-from fuzzing.serial_definition import definition_of
-from fuzzing.threads_backend import ThreadsBackend
 
 import mpisgd
 from mpisgd.methods.cost_kit import World
@@ -19,6 +17,8 @@ from mpisgd.methods.peak_memory import peak_memory
 from mpisgd.methods.sizes import parameter, sizes_of
 from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.plan.methods import planned_methods
+from mpisgd.verification.programs.serial_definition import definition_of
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "extending.md"
 SEEDS = range(25)

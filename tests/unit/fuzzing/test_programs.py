@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from fuzzing.both_backends import compared
-from fuzzing.compare import Outcome, judge
-from fuzzing.contract import may_be_refused, violation
 from fuzzing.draw import draw
-from fuzzing.execute import Failure, execute, has_reference, state_digest
-from fuzzing.program import (
+from fuzzing.shrink import shrink
+
+from mpisgd.verification.programs.compare import Outcome, judge
+from mpisgd.verification.programs.contract import may_be_refused, violation
+from mpisgd.verification.programs.execute import Failure, execute, has_reference, state_digest
+from mpisgd.verification.programs.program import (
     Backward,
     Broadcast,
     Clip,
@@ -25,9 +27,8 @@ from fuzzing.program import (
     ZeroGrad,
     parse,
 )
-from fuzzing.python_text import python_text
-from fuzzing.shrink import shrink
-from fuzzing.variants import same_bits, variants
+from mpisgd.verification.programs.python_text import python_text
+from mpisgd.verification.programs.variants import same_bits, variants
 
 SEEDS = range(200)
 ONE_LAYER = (Layer(),)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fuzzing.draw import draw
-from fuzzing.python_text import python_text
-from fuzzing.threads_backend import ThreadsBackend
+
+from mpisgd.verification.programs.python_text import python_text
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
 
 NUM_PROGRAMS = 30
 FIRST_SEED = 1_000

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuzzing import program as events
-from fuzzing.model import Model
-from fuzzing.program import ONE_BIT, Event, Optimizer, Program
+from mpisgd.verification.programs import program as events
+from mpisgd.verification.programs.model import Model
+from mpisgd.verification.programs.program import ONE_BIT, Event, Optimizer, Program
 
 __all__ = ["Training", "initial_groups"]
 
@@ -136,7 +136,7 @@ class Training:
         ranks = [rank for rank in self.ranks if rank not in event.skipped]
         loss = self.loss(event.data, ranks, event.overflow)
         if loss is not None:
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
     def step(self, event: events.Step) -> None:
         """Update the parameters."""
@@ -157,7 +157,7 @@ class Training:
         loss = self.loss(event.closure, self.ranks)
         if loss is None:
             return torch.zeros((), dtype=torch.float64)
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss.detach()
 
     def fail(self, event: events.FailedBackward) -> None:
@@ -182,15 +182,18 @@ class Training:
 
     def unscale(self) -> None:
         """Divide the gradients by the scale, where there is one, before somebody looks at them."""
-        for optimizer in self.optimizers if self.scaler is not None else ():
-            self.scaler.unscale_(optimizer)
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
 
     def broadcast(self, event: events.Broadcast) -> None:
         """Take over what a rank has: of one process it is."""
 
     def convert(self, event: events.Convert) -> None:
         """Convert a parameter as a module that has it does."""
-        held = nn.ParameterList([self.model.params[event.layer]])
+        held: Any = nn.ParameterList(
+            [self.model.params[event.layer]]
+        )  # `to` has more forms than torch declares
         if event.channels_last:
             held.to(memory_format=torch.channels_last)
         else:

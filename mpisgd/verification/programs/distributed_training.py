@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import mpisgd
-from fuzzing import program as events
-from fuzzing.option_text import evaluated
-from fuzzing.program import ONE_BIT, Event, Program
-from fuzzing.training import Training
+from mpisgd.verification.programs import program as events
+from mpisgd.verification.programs.option_text import evaluated
+from mpisgd.verification.programs.program import ONE_BIT, Event, Program
+from mpisgd.verification.programs.training import Training
 
 __all__ = ["DistributedTraining"]
 
@@ -26,7 +26,7 @@ class Raises(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Raise what a program may go on after."""
         raise ArithmeticError("this backward is to fail")
 
@@ -97,10 +97,11 @@ class DistributedTraining(Training):
     def fail(self, event: events.FailedBackward) -> None:
         """See `Training`."""
         # What is made first is what backward comes to last.
-        raises = Raises.apply(self.model.params[self._always_used].double().sum())
+        used = self.model.params[self._always_used]
+        raises: Tensor = Raises.apply(used.double().sum())  # type: ignore[no-untyped-call]
         loss = self.loss(event.data, self.ranks)
         with contextlib.suppress(ArithmeticError):
-            (raises if loss is None else raises + loss).backward()
+            torch.autograd.backward(raises if loss is None else raises + loss)
 
     @property
     def _always_used(self) -> int:

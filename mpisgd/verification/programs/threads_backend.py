@@ -8,10 +8,10 @@ import warnings
 import torch
 
 import mpisgd
-from fuzzing.compare import Verdict
-from fuzzing.program import Program
-from fuzzing.try_out import conclude, reference_of, see
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
+from mpisgd.verification.programs.compare import Verdict
+from mpisgd.verification.programs.program import Program
+from mpisgd.verification.programs.try_out import conclude, reference_of, see
 
 __all__ = ["ThreadsBackend"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 
-from fuzzing.compare import Outcome, Verdict, judge, observe
-from fuzzing.contract import may_be_refused
-from fuzzing.execute import Run, execute, has_reference
-from fuzzing.program import Program
-from fuzzing.variants import ranks_agree, variants
+from mpisgd.verification.programs.compare import Outcome, Verdict, judge, observe
+from mpisgd.verification.programs.contract import may_be_refused
+from mpisgd.verification.programs.execute import Run, execute, has_reference
+from mpisgd.verification.programs.program import Program
+from mpisgd.verification.programs.variants import ranks_agree, variants
 
 __all__ = ["conclude", "reference_of", "see", "try_out"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fuzzing.program import Backward, Clip, Convert, Event, Program, Reload, ZeroGrad
+from mpisgd.verification.programs.program import Backward, Clip, Convert, Event, Program, Reload, ZeroGrad
 
 __all__ = ["ranks_agree", "same_bits", "variants"]
 

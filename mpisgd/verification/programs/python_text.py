@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fuzzing import program as events
-from fuzzing.execute import has_reference
-from fuzzing.program import ONE_BIT, Event, Layer, Optimizer, Program
-from fuzzing.variants import ranks_agree
+from mpisgd.verification.programs import program as events
+from mpisgd.verification.programs.execute import has_reference
+from mpisgd.verification.programs.program import ONE_BIT, Event, Layer, Optimizer, Program
+from mpisgd.verification.programs.variants import ranks_agree
 
 __all__ = ["python_text"]
 

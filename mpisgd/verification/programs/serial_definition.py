@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import mpisgd
-from fuzzing import program as events
-from fuzzing.by_paper import SYNCHRONOUS, ByPaper, arguments_of, paper_among
-from fuzzing.program import Program
+from mpisgd.verification.programs import program as events
+from mpisgd.verification.programs.by_paper import SYNCHRONOUS, ByPaper, arguments_of, paper_among
+from mpisgd.verification.programs.program import Program
 
 __all__ = ["definition_of", "rounds"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzzing import program as events
-from fuzzing.by_paper import ByPaper
-from fuzzing.distributed_training import DistributedTraining
-from fuzzing.program import ONE_BIT, Program
-from fuzzing.serial_definition import definition_of
-from fuzzing.training import Training
+from mpisgd.verification.programs import program as events
+from mpisgd.verification.programs.by_paper import ByPaper
+from mpisgd.verification.programs.distributed_training import DistributedTraining
+from mpisgd.verification.programs.program import ONE_BIT, Program
+from mpisgd.verification.programs.serial_definition import definition_of
+from mpisgd.verification.programs.training import Training
 
 __all__ = ["Failure", "Run", "digest", "execute", "has_reference", "state_digest"]
 

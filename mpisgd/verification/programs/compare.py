@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzzing.execute import Failure, Run, digest, state_digest
-from fuzzing.program import ONE_BIT, Program
-from fuzzing.serial_definition import rounds
-from fuzzing.variants import same_bits
+from mpisgd.verification.programs.execute import Failure, Run, digest, state_digest
+from mpisgd.verification.programs.program import ONE_BIT, Program
+from mpisgd.verification.programs.serial_definition import rounds
+from mpisgd.verification.programs.variants import same_bits
 
 __all__ = ["Outcome", "Verdict", "judge", "observe"]
 
@@ -102,8 +102,8 @@ def difference(program: Program, run: Run, reference: Run) -> str:
                 return f"after event {event}, {what}: layer {place} {off}"
     if run.failure is not None or not run.states or any(o.name in ONE_BIT for o in program.optimizers):
         return ""
-    for number, (mine, right) in enumerate(zip(run.states, reference.states, strict=True)):
-        if off := _state_off(mine["state"], right["state"], allowed):
+    for number, (state, other) in enumerate(zip(run.states, reference.states, strict=True)):
+        if off := _state_off(state["state"], other["state"], allowed):
             return f"at the end: the state of optimizer {number}, {off}"
     return ""
 
@@ -115,7 +115,7 @@ def drift(program: Program) -> float:
     return max(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers)
 
 
-def _state_off(mine: dict, right: dict, allowed: float) -> str:
+def _state_off(mine: dict[int, Any], right: dict[int, Any], allowed: float) -> str:
     if mine.keys() != right.keys():
         return f"which has parameters {sorted(mine)}, not {sorted(right)}"
     for place, entries in right.items():

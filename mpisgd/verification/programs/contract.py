@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fuzzing.program import (
+from mpisgd.verification.programs.program import (
     ONE_BIT,
     AddGroup,
     Backward,

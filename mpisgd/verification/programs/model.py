@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from fuzzing.program import Layer, Program
+from mpisgd.verification.programs.program import Layer, Program
 
 __all__ = ["Model", "is_used", "numbers"]
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import mpisgd
-from fuzzing import program as events
-from fuzzing.model import Model
-from fuzzing.option_text import evaluated
-from fuzzing.program import Event, Optimizer, Program
-from fuzzing.training import Training, initial_groups
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.verification.draws import Layout
 from mpisgd.verification.paper_run import Definition, PaperRun, Saved, bucket_of
 from mpisgd.verification.papers import paper_of
+from mpisgd.verification.programs import program as events
+from mpisgd.verification.programs.model import Model
+from mpisgd.verification.programs.option_text import evaluated
+from mpisgd.verification.programs.program import Event, Optimizer, Program
+from mpisgd.verification.programs.training import Training, initial_groups
 
 __all__ = ["SYNCHRONOUS", "ByPaper", "arguments_of", "paper_among"]
 
@@ -79,7 +79,7 @@ class ByPaper:
     def _begin(self) -> None:
         """Make the run of the ranks that train now."""
         self._params = {each: _names(self._program, training) for each, training in self._here}
-        self._optimizers = {each: _Stepping(training) for each, training in self._here}
+        self._optimizers: dict[int, Any] = {each: _Stepping(training) for each, training in self._here}
         self._run = PaperRun(paper_among(self._program, self._num_ranks), self._params, self._optimizers)
 
     @property
@@ -145,14 +145,14 @@ class ByPaper:
 
     def _clipped(self, grads: Vec) -> Vec:
         for clip in self._clips:
-            params = [nn.Parameter(torch.empty_like(grad)) for grad in grads.values()]
-            for param, grad in zip(params, grads.values(), strict=True):
-                param.grad = grad.clone()
+            params = {name: nn.Parameter(torch.empty_like(grad)) for name, grad in grads.items()}
+            for name, grad in grads.items():
+                params[name].grad = grad.clone()
             if clip.by_value:
-                nn.utils.clip_grad_value_(params, clip.max_norm)
+                nn.utils.clip_grad_value_(params.values(), clip.max_norm)
             else:
-                nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type)
-            grads = Vec({name: param.grad for name, param in zip(grads, params, strict=True)})
+                nn.utils.clip_grad_norm_(params.values(), clip.max_norm, clip.norm_type)
+            grads = Vec({name: param.grad for name, param in params.items() if param.grad is not None})
         return grads
 
     # -- what is kept, where ranks begin anew ---------------------------------------------------------
@@ -227,9 +227,9 @@ def _without_own(state: Any, fresh: Any) -> Any:
         state: as it was.
         fresh: of the parameters of now, of which some may have been added since.
     """
-    if not is_dataclass(state):
+    if not is_dataclass(state) or isinstance(state, type):
         return state
-    kept = {}
+    kept: dict[str, Any] = {}
     for each in fields(state):
         value, anew = getattr(state, each.name), getattr(fresh, each.name)
         match each.metadata["owner"]:
