@@ -24,6 +24,7 @@ __all__ = ["Outcome", "Verdict", "judge", "observe"]
 # DESIGN.md.
 DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9, "LBFGS": 1e-7}
 OTHER_DRIFT = 1e-9
+SINGLE_DRIFT = 1e-5  # what it makes in float32, which has 29 bits less
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
 
 
@@ -143,6 +144,8 @@ def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
         return f"has the dtype {mine.dtype}, not {right.dtype}"
     if torch.equal(mine, right):
         return ""
+    if right.dtype is torch.float32 and allowed:
+        allowed = max(allowed, SINGLE_DRIFT)
     mine, right = mine.double(), right.double()
     distance = (mine - right).abs()
     limit = allowed * (1 + right.abs())

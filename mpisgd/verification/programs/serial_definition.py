@@ -41,16 +41,17 @@ def definition_of(program: Program) -> type[ByPaper] | None:
     options = arguments_of(program.optimizers[0])
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not isinstance(strategy, SYNCHRONOUS)
-    compression = options.get("compression")
+    compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
     two_step = getattr(compression, "two_step", False)
     compresses = isinstance(compression, PER_PARAMETER) and not two_step
     if isinstance(compression, PER_BUCKET) and not compresses:
-        alone = len(program.layers) == 1
-        compresses = alone or (program.optimizers[0].option("bucket_cap_bytes") == "1" and not two_step)
+        compresses = len(program.layers) == 1 or (cap == "1" and not two_step)
     reduces = compresses or options.get("op") is mpisgd.Adasum
-    if is_local == reduces or not _has_paper(program, strategy):
+    if not (is_local or reduces) or not _has_paper(program, strategy):
         return None
-    if reduces and not _reduces_once(program):
+    if is_local and isinstance(compression, PER_BUCKET) and cap not in ("", "1"):
+        return None
+    if reduces and not is_local and not _reduces_once(program):
         return None
     if program.exact and isinstance(compression, CHOOSES):
         return None
@@ -61,6 +62,8 @@ def definition_of(program: Program) -> type[ByPaper] | None:
     )
     if counts and skips and regroups:
         return None  # what signs zeros have, and what is drawn, depends on how many reductions a bucket had
+    if is_local and counts and (regroups or any(layer.frozen for layer in program.layers)):
+        return None  # whether what is frozen lies in a bucket of the others decides what is drawn for these
     moves = any(isinstance(event, events.Convert) for event in program.events)
     draws = isinstance(compression, PER_BUCKET) and (two_step or not isinstance(compression, OneBit))
     by_memory = draws or isinstance(compression, mpisgd.compress.PowerSGD)
