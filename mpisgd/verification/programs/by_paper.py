@@ -177,6 +177,8 @@ class ByPaper:
             if common := getattr(state, name, None):
                 return dict(common)
         ranks = list(self._params.values())
+        if not self._is_local:  # all ranks have the same, and a mean of three of them would be rounded
+            return dict(ranks[0])
         return {name: torch.stack([params[name].detach() for params in ranks]).mean(0) for name in ranks[0]}
 
     def _go_on(self, before: PaperRun) -> None:

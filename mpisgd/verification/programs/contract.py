@@ -26,7 +26,7 @@ from mpisgd.verification.programs.program import (
     ZeroGrad,
 )
 
-__all__ = ["may_be_refused", "violation"]
+__all__ = ["may_be_refused", "sends_in_backward", "violation"]
 
 
 @dataclass
@@ -36,7 +36,8 @@ class _Window:
     Attributes:
         passes: backward passes that count.
         has_skips: whether a rank was without one.
-        is_settled: whether gradients were reduced by `synchronize()` or clipping.
+        is_settled: whether gradients were reduced by `synchronize()` or clipping, or before this window by a
+            backward whose step a scaler has left out: the optimizer was told of no step, and of no reset.
         is_reduced: whether all gradients of all ranks are reduced now.
         has_ended: whether a backward has filled a window on some rank.
     """
@@ -60,6 +61,7 @@ class _Walk:
     num_ranks: int = 0  # that train now
     has_begun: bool = False  # and so has the state of optimizers
     has_gradients: bool = False  # which a scaler has not divided yet
+    overflows: bool = False  # some of what there is
     is_unscaled: bool = False  # it has
     was_stepped: bool = False  # with those
 
@@ -79,6 +81,8 @@ def violation(program: Program) -> str:
     for event in program.events:
         if broken := _after_other(walk, event) or _after_scaled(walk, event) or _after(walk, event):
             return f"{event}: {broken}"
+    if walk.window.has_skips and not walk.window.is_settled:
+        return "it ends before a rank without a backward takes part in the reduction"
     if program.is_resized and walk.adds and _reduce_once(program):
         return "some ranks would not see that it is refused"
     return ""
@@ -198,6 +202,7 @@ def _after_scaled(walk: _Walk, event: Event) -> str:
     match event:
         case Backward():
             walk.has_gradients = True
+            walk.overflows |= bool(event.overflow)
             if walk.is_unscaled:
                 return "scaled gradients are added to others"
             if event.skipped and _trains_locally(walk.program):
@@ -213,7 +218,7 @@ def _after_scaled(walk: _Walk, event: Event) -> str:
             walk.has_gradients, walk.is_unscaled = False, True
             walk.was_stepped = isinstance(event, Step)
         case ZeroGrad() | Reload() | FailedBackward():
-            walk.has_gradients = walk.is_unscaled = False
+            walk.has_gradients = walk.is_unscaled = walk.overflows = False
     return ""
 
 
@@ -245,7 +250,7 @@ def _after(walk: _Walk, event: Event) -> str:
         case FailedBackward():
             if window.has_skips:
                 return "a rank without a backward before one that fails"
-            if _sends_in_backward(program) and not _all_use_the_same(program):
+            if sends_in_backward(program) and not _all_use_the_same(program):
                 return "the ranks have sent different gradients before it fails"
             walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
         case ZeroGrad(by_model=False) | Reload():
@@ -256,10 +261,11 @@ def _after(walk: _Walk, event: Event) -> str:
             if window.has_skips:
                 return "a reset by the model while a rank is without a backward"
             walk.is_clipped = walk.is_stepped = False
+            window.is_settled &= not event.set_to_none  # that it is None now tells the optimizer
         case Step():
             if program.exact and walk.is_stepped:
                 return "the mean of clipped gradients is rounded"
-            walk.window, walk.is_stepped = _Window(), walk.is_clipped
+            walk.window, walk.is_stepped = _Window(is_settled=walk.overflows), walk.is_clipped
         case Synchronize():
             window.is_settled = window.is_reduced = True
         case Clip():
@@ -309,7 +315,8 @@ def _passes_are_alike(program: Program) -> bool:
     return len({optimizer.passes for optimizer in program.optimizers}) == 1
 
 
-def _sends_in_backward(program: Program) -> bool:
+def sends_in_backward(program: Program) -> bool:
+    """Return whether gradients may be sent before a backward is over."""
     options = [dict(optimizer.options) for optimizer in program.optimizers]
     divides = any("stage=2" in each.get("strategy", "") for each in options)
     return bool(program.ranks_per_host) or divides or any(each.get("overlap") == "True" for each in options)

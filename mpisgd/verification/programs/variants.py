@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mpisgd.verification.programs.program import Backward, Clip, Convert, Event, Program, Reload, ZeroGrad
+from mpisgd.verification.programs.contract import sends_in_backward
+from mpisgd.verification.programs.program import (
+    Backward,
+    Clip,
+    Convert,
+    Event,
+    FailedBackward,
+    Program,
+    Reload,
+    Step,
+    Synchronize,
+    ZeroGrad,
+)
 
 __all__ = ["ranks_agree", "same_bits", "variants"]
 
@@ -48,7 +60,7 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
     reloads = [event for event in program.events if isinstance(event, Reload)]
     casts = any(isinstance(event, Convert) for event in program.events)
     casts |= any(optimizer.name in CAST_STATE for optimizer in program.optimizers)
-    if not casts and any(not event.ranks for event in reloads):
+    if not casts and any(not event.ranks for event in reloads) and not _keeps_what_failed(program):
         yield "not interrupted", replace(program, events=tuple(_without_reloads(program)))
     if any(event.ranks and not event.forgets for event in reloads):
         yield "forgotten", replace(program, events=tuple(_forgetting(program)))
@@ -59,6 +71,26 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
     )
     if (joined := _joined(program.events)) != program.events and program.exact and not by_place:
         yield "joined", replace(program, events=joined)
+
+
+def _keeps_what_failed(program: Program) -> bool:
+    """Return whether a compressor may keep of a failed backward what it would not without the reloads.
+
+    What was sent before a backward failed counts as sent, in residuals and in the number of reductions. New
+    optimizers send nothing during a backward before they have reduced once, since they have no plan by then.
+    """
+    if not any("mpisgd.compress." in optimizer.option("compression") for optimizer in program.optimizers):
+        return False
+    is_new = False
+    for event in program.events if sends_in_backward(program) else ():
+        match event:
+            case Reload():
+                is_new = True
+            case Step() | Synchronize() | Clip():
+                is_new = False
+            case FailedBackward() if is_new:
+                return True
+    return False
 
 
 def _without_reloads(program: Program) -> Iterator[Event]:

@@ -7,10 +7,12 @@ import torch
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
+from mpisgd.verification.programs.contract import violation
 from mpisgd.verification.programs.program import (
     AddGroup,
     Backward,
     Broadcast,
+    Clip,
     Convert,
     FailedBackward,
     Layer,
@@ -22,6 +24,7 @@ from mpisgd.verification.programs.program import (
     ZeroGrad,
 )
 from mpisgd.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.verification.programs.variants import variants
 
 
 def check(*events, ranks=2, layers, optimizers, exact=False, seed=0, scaler=False):
@@ -226,4 +229,88 @@ def test_gradients_are_reset_while_a_bucket_is_on_its_way_to_its_owner():
             (Step(), FailedBackward((5,))),
         )
     )
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Seed 2106277. No optimizer is told of a step that a scaler leaves out, nor of a reset to zeros by the model:
+# a rank without the next backward takes its gradients for reduced. The contract had taken it for a step. A
+# reset to None is seen, and one by the optimizer.
+
+
+@pytest.mark.parametrize(
+    ("reset", "verdict"),
+    [
+        (ZeroGrad(by_model=True, set_to_none=False), "error CollectiveMismatch"),
+        (ZeroGrad(by_model=True), "ok"),
+        (ZeroGrad(set_to_none=False), "ok"),
+        (ZeroGrad(), "ok"),
+    ],
+    ids=str,
+)
+def test_a_rank_without_a_backward_after_a_step_that_a_scaler_has_left_out(reset, verdict):
+    events = [
+        Backward((1,), overflow=(0,)),
+        Step(),
+        reset,
+        Backward((2,), skipped=(0,)),
+        Synchronize(),
+        Step(),
+    ]
+    optimizers = (Optimizer("SGD", (("lr", 0.5),)),)
+    program = Program(2106277, 2, 0, True, (Layer(),), optimizers, tuple(events), scaler=True)
+    assert ("is not told" in violation(program)) == (verdict != "ok")
+    assert ThreadsBackend().run(program).kind == verdict
+
+
+# Seed 2005880. The reference was at fault: it made a mean of what all ranks have alike, and that of three
+# equal numbers was rounded where clipping had made these no dyadic ones.
+
+
+def test_other_ranks_go_on_from_what_all_have_alike():
+    threshold = ("compression", "mpisgd.compress.Threshold(value=1.0)")
+    events = [Backward((1,)), Clip(0.5, float("inf")), Step(), Reload(ranks=2)]
+    optimizer = Optimizer("SGD", (("lr", 0.5),), (0,), (threshold,))
+    check(
+        *events,
+        ranks=3,
+        layers=[Layer("embedding", (5, 2))],
+        optimizers=[optimizer],
+        exact=True,
+        seed=2005880,
+    )
+
+
+# Seed 2001666. The reference was at fault: the papers' gradients lay in the order of their elements, and a
+# fused optimizer updated elements of a transposed parameter by the gradients of others.
+
+
+@pytest.mark.parametrize("compression", ["DeepGradient(ratio=0.3, momentum=0.5)", "TopK(ratio=0.5)"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_gradients_of_a_paper_lie_as_their_parameters(name, compression):
+    fused = (("lr", 0.01), ("fused", True))
+    optimizer = Optimizer(name, fused, (0,), (("compression", f"mpisgd.compress.{compression}"),))
+    layers = [Layer(shape=(4, 3), transposed=True)]
+    check(Backward((1,)), Step(), layers=layers, optimizers=[optimizer], seed=2001666)
+
+
+# Seed 2108500. What had been sent before a backward failed counted as a reduction; a resumed run, which had
+# reduced nothing yet, had sent nothing. The contract says so; once it has reduced, there is no difference.
+
+
+@pytest.mark.parametrize(
+    "compression", ["RandomK(ratio=0.5, error_feedback=False)", "TopK(ratio=0.2)", "QSGD(bits=4)"]
+)
+@pytest.mark.parametrize("has_reduced", [False, True])
+def test_a_failed_backward_after_a_reload_has_sent_something_or_nothing(compression, has_reduced):
+    options = (("compression", f"mpisgd.compress.{compression}"), ("bucket_cap_bytes", "64"))
+    again = [Backward((5,)), Step(), ZeroGrad()] if has_reduced else []
+    events = [Backward((2,)), Step(), Reload(), *again, FailedBackward((3,)), Backward((4,)), Step()]
+    program = Program(
+        *(2108500, 2, 1, False),
+        (Layer(shape=(1,)), Layer(shape=(2, 5))),
+        (Optimizer("SGD", (("lr", 0.1),), (0, 1), options),),
+        tuple(events),
+    )
+    assert ("not interrupted" in dict(variants(program))) == has_reduced
+    verdict = ThreadsBackend().run(program)
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
