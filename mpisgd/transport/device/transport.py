@@ -21,7 +21,7 @@ from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
 from mpisgd.transport.device.cuda_aware_trial import failed_transfer
 from mpisgd.transport.device.nccl import Nccl
-from mpisgd.transport.device.nccl_group import can_split, open_nccl, stay_out
+from mpisgd.transport.device.nccl_group import can_split, connect_all, open_nccl, stay_out
 from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
 from mpisgd.transport.tcp_store.store import open_store
 
@@ -89,19 +89,33 @@ def _with_another_gpu(
     """Return what carries tensors of a further GPU of each rank, too: NCCL has a communicator for each.
 
     All ranks come to their next one by the same operation, and none shares any with another rank.
+
+    Raises:
+        NcclFailed: a rank cannot be connected; on every rank. The group begins anew.
     """
     facts = _gather_facts(group, tensor, operation, len(transport.devices) + 1)
     together = [*transport.facts, *facts]
     selection = choose(wanted, together, [*group.ranks] * (len(together) // group.size))
-    if selection.name == NCCL:
-        transport.devices.append(tensor.device)
-        transport.facts = together
-        return transport
-    transport.close()
-    group.queue.on_mismatch = lambda: None
-    if group.rank == 0:
-        _warn(selection.reason)
-    return DeviceTransport(selection, None)
+    if selection.name != NCCL:
+        transport.close()
+        group.queue.on_mismatch = lambda: None
+        if group.rank == 0:
+            _warn(selection.reason)
+        return DeviceTransport(selection, None)
+    assert isinstance(transport.backend, Nccl)
+    inner = transport.backend.inner
+    failed: list[NcclFailed | None] = []
+
+    def action() -> None:
+        failed.append(connect_all(group, lambda: inner.eager_connect_single_device(tensor.device)))
+
+    group.queue.run(Operation("gpu", extra="connect a further one"), action)
+    if failed[0] is not None:
+        _forget(group)
+        raise failed[0]
+    transport.devices.append(tensor.device)
+    transport.facts = together
+    return transport
 
 
 def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wanted: str) -> DeviceTransport:
@@ -151,24 +165,10 @@ def _open_nccl(group: "Group", device: torch.device) -> DeviceTransport | Mpisgd
         except Unreachable as exc:
             opened.append(exc)
         else:
-            opened.append(_agreed(group, open_nccl(group, PrefixStore("nccl", store), device)))
+            opened.append(open_nccl(group, PrefixStore("nccl", store), device))
 
     group.queue.run(Operation("gpu", extra="open NCCL"), action)
     return _transport_by(group, opened[0])
-
-
-def _agreed(group: "Group", opened: Nccl | NcclFailed) -> Nccl | NcclFailed:
-    """Return NCCL where all members have it, else the error of the first that has not. Collective."""
-    failed = [None if isinstance(opened, Nccl) else str(opened)]
-    told = [text for (text,) in group.queue.communicator.all_gather_object(failed)]
-    wrong = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, told, strict=True) if text]
-    if not wrong:
-        return opened
-    error = NcclFailed("; ".join(wrong[:4]))
-    error.on_every_rank = True
-    if isinstance(opened, Nccl):
-        opened.abandon(error)
-    return error
 
 
 def _transport_by(group: "Group", opened: Nccl | MpisgdError) -> DeviceTransport | MpisgdError:
@@ -201,8 +201,6 @@ def split_from(world: "Group", group: "Group") -> None:
                 stay_out(parent)
             else:
                 opened.append(open_nccl(group, store, parent.device, parent))
-        for each in opened:
-            opened[:] = [_agreed(group, each)]
 
     world.queue.run(Operation("new_group", extra="split NCCL"), action)
     for each in opened:
