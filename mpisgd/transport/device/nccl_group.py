@@ -28,7 +28,7 @@ from mpisgd.transport.device.nccl_options import fresh_options
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
 
-__all__ = ["can_split", "connect_all", "open_nccl", "stay_out"]
+__all__ = ["can_split", "connect_all", "made_nccl", "open_nccl", "stay_out"]
 
 # torch ends the process by SIGABRT where an operation outlasts its timeout, where NCCL reports an error (as
 # it does when a rank was lost), and where its watchdog gets no answer from CUDA for eight minutes: before any
@@ -58,6 +58,22 @@ def _settings() -> Iterator[None]:
                     os.environ[name] = value
 
 
+def made_nccl(group: "Group", store: Any, rank: int, size: int, parent: Nccl | None = None) -> Any:
+    """Return torch's process group with the options of a group, which has not connected its ranks yet.
+
+    Args:
+        group: see `open_nccl`, as for `store` and `parent`.
+        rank: of this process there.
+        size: number of ranks.
+    """
+    options = fresh_options(group.pg_options or group.job.pg_options)
+    options._timeout = NEVER
+    if parent is not None:
+        options.split_from, options.split_color = parent.inner, COLOR
+    with _settings():
+        return runtime().make_nccl(store, rank, size, options)
+
+
 def open_nccl(
     group: "Group", store: Any, device: torch.device, parent: Nccl | None = None
 ) -> Nccl | NcclFailed:
@@ -69,15 +85,10 @@ def open_nccl(
         device: where this rank's tensors lie.
         parent: the communicator to split it from, whose ranks all come here, or to `stay_out`.
     """
-    options = fresh_options(group.pg_options or group.job.pg_options)
-    options._timeout = NEVER
-    if parent is not None:
-        options.split_from, options.split_color = parent.inner, COLOR
     made: list[Any] = []
 
     def connect() -> None:
-        with _settings():
-            made.append(runtime().make_nccl(store, group.rank, group.size, options))
+        made.append(made_nccl(group, store, group.rank, group.size, parent))
         made[0].eager_connect_single_device(device)
 
     error = connect_all(group, connect)
@@ -105,7 +116,7 @@ def connect_all(group: "Group", connect: Callable[[], None]) -> NcclFailed | Non
         try:
             connect()
         except Exception as exc:
-            ended.append(str(exc))
+            ended.append(str(exc) or repr(exc))
         else:
             ended.append("")
 

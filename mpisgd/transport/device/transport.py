@@ -5,7 +5,6 @@ every rank has, and what was chosen then holds for all later ones: so ranks cann
 """
 
 import socket
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,19 @@ from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
 from mpisgd.transport.device.cuda_aware_trial import failed_transfer
+from mpisgd.transport.device.messages import DeviceMessages
 from mpisgd.transport.device.nccl import Nccl
 from mpisgd.transport.device.nccl_group import can_split, connect_all, open_nccl, stay_out
-from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
+from mpisgd.transport.device.selection import (
+    AWARE,
+    NCCL,
+    STAGING,
+    DeviceFacts,
+    Selection,
+    choose,
+    warn_of_host_memory,
+)
+from mpisgd.transport.messages.point_to_point import PointToPoint
 from mpisgd.transport.tcp_store.store import open_store
 
 if TYPE_CHECKING:
@@ -100,7 +109,7 @@ def _with_another_gpu(
         transport.close()
         group.queue.on_mismatch = lambda: None
         if group.rank == 0:
-            _warn(selection.reason)
+            warn_of_host_memory(selection.reason)
         return DeviceTransport(selection, None)
     assert isinstance(transport.backend, Nccl)
     inner = transport.backend.inner
@@ -134,7 +143,7 @@ def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wa
             raise opened
         selection = Selection(STAGING, str(opened))
     if selection.reason and group.rank == 0:
-        _warn(selection.reason)
+        warn_of_host_memory(selection.reason)
     return DeviceTransport(selection, None)
 
 
@@ -177,6 +186,9 @@ def _transport_by(group: "Group", opened: Nccl | MpisgdError) -> DeviceTransport
         return opened
     opened.watch()
     group.queue.on_mismatch = lambda: _forget(group)
+    messages: PointToPoint = group.point_to_point
+    if messages.elsewhere is None:  # it outlives this communicator: the store does
+        messages.elsewhere = DeviceMessages(group, opened.store)
     return DeviceTransport(Selection(NCCL), opened)
 
 
@@ -216,19 +228,4 @@ def _forget(group: "Group") -> None:
     if device is not None:
         device.abandon(
             NcclFailed(f"group '{group.name}': NCCL was ended, since the ranks did not do the same by it")
-        )
-
-
-_warned = False
-
-
-def _warn(reason: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"GPU tensors go through host memory, which is slower: {reason}. "
-            "mpisgd.init(gpu='mpi') or MPISGD_GPU=mpi asks for that in silence",
-            RuntimeWarning,
-            stacklevel=2,
         )
