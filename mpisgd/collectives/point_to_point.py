@@ -20,8 +20,8 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
     """Start sending `tensor` to rank `dst`.
 
     Args:
-        tensor: any dense tensor; leave it alone until the work's `wait()`. One on a GPU is copied to host
-            memory before this returns.
+        tensor: any dense tensor; leave it alone until the work's `wait()`. One on a GPU goes by NCCL to
+            another GPU, where collectives of the group do; else it is copied to host memory.
         dst: global rank of the receiver.
         group: defaults to all processes of the job; sender and receiver name the same group.
         tag: messages of equal tag between two ranks arrive in order.
@@ -35,7 +35,13 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
         check_not_capturing("isend")
     _check_tag("isend", tag, group)
     messages: PointToPoint = group.point_to_point
-    return messages.send("send", readable(tensor), group.group_rank("isend", "dst", dst), tag, [tensor])
+    peer = group.group_rank("isend", "dst", dst)
+    if on_device(tensor) and messages.elsewhere is not None:
+        messages.elsewhere.check()
+        if messages.elsewhere.announces(tensor, peer):
+            work: MessageWork = messages.elsewhere.send(tensor, peer, tag)
+            return work
+    return messages.send("send", readable(tensor), peer, tag, [tensor])
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0) -> MessageWork:
@@ -49,7 +55,8 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
 
     Raises:
         UnsupportedTensor, InvalidRank, InvalidArgument: at once.
-        ShapeMismatch: from `wait()`, when the message has another size; the tensor is then undefined.
+        ShapeMismatch: from `wait()`, when the message has another size; the tensor is then undefined. By
+            NCCL nothing is sent then, and the sender's `wait()` raises it, too.
     """
     group = group_or_world(group)
     check_output("irecv", tensor)
@@ -57,6 +64,9 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
         check_not_capturing("irecv")
     _check_tag("irecv", tag, group)
     root = None if src is None else group.group_rank("irecv", "src", src)
+    messages: PointToPoint = group.point_to_point
+    if on_device(tensor) and messages.elsewhere is not None:
+        messages.elsewhere.check()
     output = StagedOutput(tensor, keep=False)
     guard = _guard(tensor, group)
     copy_back = output.copy_back if guard is None else guard.to_its_end(output.copy_back)
@@ -67,18 +77,14 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
             raise ShapeMismatch(f"recv: got {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})")
         copy_back()
 
-    messages: PointToPoint = group.point_to_point
-    work = messages.receive("recv", output.flat, root, tag, [tensor], arrived)
+    ready = None if guard is None else guard.ready
+    work = messages.receive("recv", output.flat, root, tag, [tensor], arrived, ready=ready)
     work.stream = None if guard is None else guard.stream
     return work
 
 
 def _guard(tensor: Tensor, group: Group) -> StreamGuard | None:
-    """Return what lets any thread copy to a device after what the caller's stream has to do.
-
-    Messages go through host memory, also where there is NCCL: it has no tags, and lets two ranks that both
-    send before they receive wait for ever.
-    """
+    """Return what lets any thread bring a message to a device after what the caller's stream has to do."""
     if not on_device(tensor):
         return None
     return StreamGuard(tensor.device, group.streams.get("messages", tensor.device), waits=True)
@@ -108,6 +114,6 @@ def _refuse_self(name: str, what: str, peer: int | None, group: Group | None) ->
 
 
 def _check_tag(name: str, tag: int, group: Group) -> None:
-    limit = group.point_to_point.communicator.tag_limit
+    limit = group.point_to_point.tag_limit
     if not isinstance(tag, int) or not 0 <= tag <= limit:
         raise InvalidArgument(f"{name}: tag={shown(tag)}; expected an integer from 0 to {limit}")

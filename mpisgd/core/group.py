@@ -23,7 +23,8 @@ class GroupResources(NamedTuple):
 
     Attributes:
         queue: the order of the group's collectives.
-        point_to_point: the group's messages: `close()`, and `abandon(error)`, which fails what is in flight.
+        point_to_point: the group's messages: `close()`, `abandon(error)`, which fails what is in flight, and
+            `abandon_devices(error)`, which ends it on devices.
         transports: how tensors in host memory move besides by MPI, the preferred one first.
         topology: which members share a host.
     """
@@ -198,6 +199,7 @@ class Group:
             queue.broken = queue.broken or error
             if self.device is not None:  # first: the queue's thread may wait for the GPU
                 self.device.abandon(error)
+            self._resources.point_to_point.abandon_devices(error)
             queue.drain()
             self._resources.point_to_point.abandon(error)
 

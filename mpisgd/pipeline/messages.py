@@ -87,7 +87,7 @@ class PipelineMessages:
             PipelineFailed: another rank has failed meanwhile.
             CollectiveTimeout: nothing came.
         """
-        if not work.is_completed():
+        if not work.is_through():
             self._wait_for(work)
         work.wait()
 
@@ -99,7 +99,7 @@ class PipelineMessages:
 
     def _wait_for(self, work: MessageWork) -> None:
         def ready() -> bool:
-            return work.is_completed() or self._somebody_failed()
+            return work.is_through() or self._somebody_failed()
 
         def reason() -> WaitReason:
             return WaitReason(work.name, work.message.group, work.message.partners, message=work.message)

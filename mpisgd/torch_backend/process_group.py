@@ -361,6 +361,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         self._aborted = self._aborted or error
         if self.mpisgd_group.device is not None:  # first: what waits for the GPU is not woken otherwise
             self.mpisgd_group.device.abandon(error)
+        self.mpisgd_group.point_to_point.abandon_devices(error)
         if not self.mpisgd_group.queue.abort(error):
             warnings.warn(
                 f"abort: {self!r} is in a call of MPI, which cannot be interrupted; the operation goes on",

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_under_test import DEVICE, gpu
 from harness import ADAM_DRIFT, adam, check_equal_runs, pair, plain_step
+from simulated_gpu.nccl import SimulatedNccl
 from torch import Tensor, nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
@@ -20,6 +22,7 @@ from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job
 
 STEPS = 6
+LATE_S = 3.0
 
 
 def own_gpus() -> list[torch.device]:
@@ -28,6 +31,13 @@ def own_gpus() -> list[torch.device]:
     if gpu.device_count() < 2 * mpisgd.local_size():
         pytest.skip("needs two GPUs for each rank")
     return [torch.device(DEVICE, first), torch.device(DEVICE, first + 1)]
+
+
+def first_and_further() -> list[torch.device]:
+    """The GPU that `group` has been used on, and another of this rank's own."""
+    first, further = mpisgd.local_rank(), mpisgd.local_rank() + mpisgd.local_size()
+    own_gpus()
+    return [torch.device(DEVICE, first), torch.device(DEVICE, further)]
 
 
 class Spread(nn.Module):
@@ -84,6 +94,71 @@ def test_one_thread_at_a_time_launches_buckets(device, monkeypatch):
         plain_step(ours, step)
     everyone(most[0] == 1, f"{most[0]} threads at a time")
     assert any(referee().allgather(len(threads) > 1)), "all launched by one thread: shows nothing"
+
+
+# -- a rank that cannot be connected -------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank_one_fails(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether rank 1 fails to connect; it comes to the others when they have long heard of that."""
+    fails, real = [False], SimulatedNccl.eager_connect_single_device
+
+    def connect(self: SimulatedNccl, device: torch.device) -> None:
+        if fails[0] and mpisgd.rank() == 1:
+            threading.Timer(LATE_S, real, (self, device)).start()
+            raise dist.DistBackendError("no memory left for the rings")
+        real(self, device)
+
+    monkeypatch.setattr(SimulatedNccl, "eager_connect_single_device", connect)
+    return fails
+
+
+def refused(tensor: Tensor, group: Any) -> None:
+    """Every rank gets the error of rank 1, and soon."""
+    began_s = time.monotonic()
+    with raises_everywhere(mpisgd.NcclFailed) as caught:
+        mpisgd.all_reduce(tensor, group=group)
+    same_on_all_ranks(caught.text)
+    everyone("rank 1: no memory left for the rings" in caught.text, caught.text)
+    everyone(time.monotonic() - began_s < LATE_S, "it was waited for inside NCCL")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_cannot_connect_a_further_gpu_is_an_error_on_every_rank(rank_one_fails, group):
+    """The others hung inside NCCL, at the operation itself."""
+    total, places = mpisgd.size() * (mpisgd.size() + 1) / 2, first_and_further()
+    rank_one_fails[0] = True
+    refused(torch.ones(3, device=places[1]), group)
+    everyone(group.device is None)
+    rank_one_fails[0] = False
+    for place in places:  # the group begins anew
+        tensor = torch.full((3,), mpisgd.rank() + 1.0, device=place)
+        mpisgd.all_reduce(tensor, group=group)
+        everyone(tensor.tolist() == [total] * 3)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_cannot_connect_its_first_gpu_is_one_too(rank_one_fails, idle_world):
+    made = mpisgd.new_group()
+    rank_one_fails[0] = True
+    refused(torch.ones(3, device=f"{DEVICE}:{mpisgd.local_rank()}"), made)
+    rank_one_fails[0] = False
+    close_group(made)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_further_gpu_is_connected_before_its_first_operation(group, monkeypatch):
+    """Not by it: there NCCL would keep the host of whoever waits for a rank."""
+    connected, real = [], SimulatedNccl._launch
+
+    def launch(self: SimulatedNccl, name: str, tensors: Any, *rest: Any) -> Any:
+        connected.append(tensors[0].device.index in self._communicators)
+        return real(self, name, tensors, *rest)
+
+    monkeypatch.setattr(SimulatedNccl, "_launch", launch)
+    mpisgd.all_reduce(torch.ones(3, device=first_and_further()[1]), group=group)
+    everyone(connected == [True], f"{connected}")
 
 
 # -- what ranks share ---------------------------------------------------------------------------------

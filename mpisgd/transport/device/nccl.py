@@ -46,14 +46,14 @@ class Nccl(DeviceBackend):
         store: by which they have found each other.
 
     Attributes:
-        inner: see above, as for `device`.
+        inner: see above, as for `device` and `store`.
     """
 
     def __init__(self, group: "Group", inner: Any, device: torch.device, store: Any) -> None:
         super().__init__(group)
         self.inner = inner
         self.device = device
-        self._store = store
+        self.store = store
         self._num_splits = 0
         self._in_flight = InFlight(group, inner)
         self._order = threading.Lock()
@@ -76,7 +76,7 @@ class Nccl(DeviceBackend):
     def store_of_split(self) -> Any:
         """Return a store for the next communicator that is split from this one; the same on all ranks."""
         self._num_splits += 1
-        return PrefixStore(f"split {self._num_splits}", self._store)
+        return PrefixStore(f"split {self._num_splits}", self.store)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """`open_nccl`: a communicator of NCCL among the ranks of a group, by torch's own process group.
 
 torch would connect the ranks at their first operation, with the host inside NCCL, where a rank that never
-comes cannot be told. So they are connected here, after they have agreed to come.
+comes cannot be told. So they are connected here, after they have agreed to come, on a thread of its own: what
+one rank cannot do the others hear of, who would wait for it inside NCCL.
 
 A group that is made when the world has a communicator gets one that is split from it: its ranks need not find
 each other again. That is collective over the world, so it happens when the group is made, or never.
@@ -11,20 +12,23 @@ import contextlib
 import datetime
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.errors import NcclFailed
+from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.device.nccl import Nccl
 from mpisgd.transport.device.nccl_options import fresh_options
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
 
-__all__ = ["can_split", "open_nccl", "stay_out"]
+__all__ = ["can_split", "connect_all", "made_nccl", "open_nccl", "stay_out"]
 
 # torch ends the process by SIGABRT where an operation outlasts its timeout, where NCCL reports an error (as
 # it does when a rank was lost), and where its watchdog gets no answer from CUDA for eight minutes: before any
@@ -34,6 +38,7 @@ __all__ = ["can_split", "open_nccl", "stay_out"]
 SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 NEVER = datetime.timedelta(days=1000)
 COLOR = 0  # each split makes one communicator
+FAILED_TAG = 41  # of the queue's communicator, beside the consistency check's
 _lock = threading.Lock()
 
 
@@ -53,6 +58,22 @@ def _settings() -> Iterator[None]:
                     os.environ[name] = value
 
 
+def made_nccl(group: "Group", store: Any, rank: int, size: int, parent: Nccl | None = None) -> Any:
+    """Return torch's process group with the options of a group, which has not connected its ranks yet.
+
+    Args:
+        group: see `open_nccl`, as for `store` and `parent`.
+        rank: of this process there.
+        size: number of ranks.
+    """
+    options = fresh_options(group.pg_options or group.job.pg_options)
+    options._timeout = NEVER
+    if parent is not None:
+        options.split_from, options.split_color = parent.inner, COLOR
+    with _settings():
+        return runtime().make_nccl(store, rank, size, options)
+
+
 def open_nccl(
     group: "Group", store: Any, device: torch.device, parent: Nccl | None = None
 ) -> Nccl | NcclFailed:
@@ -64,17 +85,70 @@ def open_nccl(
         device: where this rank's tensors lie.
         parent: the communicator to split it from, whose ranks all come here, or to `stay_out`.
     """
-    options = fresh_options(group.pg_options or group.job.pg_options)
-    options._timeout = NEVER
-    if parent is not None:
-        options.split_from, options.split_color = parent.inner, COLOR
-    try:
-        with _settings():
-            inner = runtime().make_nccl(store, group.rank, group.size, options)
-        inner.eager_connect_single_device(device)
-    except RuntimeError as exc:
-        return NcclFailed(f"group '{group.name}': NCCL cannot be opened: {exc}")
-    return Nccl(group, inner, device, store)
+    made: list[Any] = []
+
+    def connect() -> None:
+        made.append(made_nccl(group, store, group.rank, group.size, parent))
+        made[0].eager_connect_single_device(device)
+
+    error = connect_all(group, connect)
+    if error is None:
+        return Nccl(group, made[0], device, store)
+    for inner in made:
+        inner.abort()
+    return error
+
+
+def connect_all(group: "Group", connect: Callable[[], None]) -> NcclFailed | None:
+    """Return None where `connect` has returned on every rank, else the error; the same on all. Collective.
+
+    Args:
+        group: its ranks, which have agreed to come.
+        connect: meets the others inside NCCL; run on a thread of its own, which is left alone where it
+            cannot return since another rank has failed.
+
+    Raises:
+        PeerLost: a rank was lost meanwhile.
+    """
+    communicator, ended = group.queue.communicator, []
+
+    def run() -> None:
+        try:
+            connect()
+        except Exception as exc:
+            ended.append(str(exc) or repr(exc))
+        else:
+            ended.append("")
+
+    def is_known() -> bool:
+        return bool(ended) or communicator.probe(FAILED_TAG) is not None
+
+    InheritingThread(target=run, name="mpisgd connects NCCL", daemon=True).start()
+    limit_s = group.queue.consistency.timeout_s
+    reason = WaitReason("the other ranks (NCCL connects)", group.name, (), group.ranks)
+    if not Backoff(limit_s).wait_for(is_known, about=lambda: reason):
+        ended.append(f"not connected after {limit_s:g} s")
+    mine = ended[0] if ended else None  # None: another one has failed, and this one waits inside NCCL
+    if mine:
+        told = torch.zeros(1, dtype=torch.uint8)
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        communicator.abandon([communicator.isend(told, rank, FAILED_TAG) for rank in others], told)
+    everyones = communicator.all_gather_object(mine)
+    _receive_all(group, [rank for rank, text in enumerate(everyones) if text and rank != group.rank])
+    wrong = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, everyones, strict=True) if text]
+    if not wrong:
+        return None
+    error = NcclFailed(f"group '{group.name}': NCCL cannot be opened: {'; '.join(wrong[:4])}")
+    error.on_every_rank = True
+    return error
+
+
+def _receive_all(group: "Group", ranks: Sequence[int]) -> None:
+    """Take what failed ranks have sent, which the next opening must not find."""
+    communicator = group.queue.communicator
+    words = [torch.zeros(1, dtype=torch.uint8) for _ in ranks]
+    requests = [communicator.irecv(word, rank, FAILED_TAG) for word, rank in zip(words, ranks, strict=True)]
+    Backoff(group.queue.consistency.timeout_s).wait_for(lambda: communicator.poll(requests))
 
 
 def can_split(parent: object) -> bool:

@@ -69,10 +69,12 @@ class InFlight:
     Args:
         group: of the communicator.
         inner: torch's process group.
+        partner: the global rank at the other end of messages; None: collectives of the group.
     """
 
-    def __init__(self, group: "Group", inner: Any) -> None:
+    def __init__(self, group: "Group", inner: Any, partner: int | None = None) -> None:
         self.group = group
+        self.partner = partner
         self.queue = group.queue
         self._inner = inner
         self._launched: collections.deque[Launched] = collections.deque()
@@ -128,16 +130,20 @@ class InFlight:
         """Tell the monitor what it waits for."""
         group = self.group
         what = f"{first.operation} (NCCL)"
+        if self.partner is not None:
+            return WaitReason(what, group.name, (self.partner,))
         return WaitReason(what, group.name, (), group.ranks, first.number, group.ordinal)
 
     def timeout_error(self, first: Launched, seen: str) -> MpisgdError:
         """Return the error of an operation that takes too long; `seen`: for whom it waits."""
         group, more = self.group, f" ({seen})" if seen else ""
+        number = f", operation {first.number}" if self.partner is None else ""
+        awaited = "other ranks" if self.partner is None else f"rank {self.partner}"
         return CollectiveTimeout(
             f"{first.operation} at {first.site()}: the GPU of rank {group.ranks[group.rank]} (group "
-            f"'{group.name}', operation {first.number}) has waited {self.waited_s(first):.1f} s for other "
-            f"ranks{more}, and NCCL was ended here. Raise MPISGD_TIMEOUT_S or the group's own timeout "
-            "if ranks may be that far apart"
+            f"'{group.name}'{number}) has waited {self.waited_s(first):.1f} s for {awaited}{more}, "
+            "and NCCL was ended here. Raise MPISGD_TIMEOUT_S or the group's own timeout if ranks may be "
+            "that far apart"
         )
 
 

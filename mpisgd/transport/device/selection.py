@@ -1,5 +1,6 @@
 """What carries a group's device tensors: selected by all ranks alike, from what each of them has."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +8,16 @@ from typing import NamedTuple
 from mpisgd.arguments import ranks_text
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["AWARE", "NCCL", "STAGING", "DeviceFacts", "Selection", "agree_on_wanted", "choose"]
+__all__ = [
+    "AWARE",
+    "NCCL",
+    "STAGING",
+    "DeviceFacts",
+    "Selection",
+    "agree_on_wanted",
+    "choose",
+    "warn_of_host_memory",
+]
 
 NCCL = "nccl"
 AWARE = "cuda-aware mpi"
@@ -103,3 +113,19 @@ def _obstacle(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
                 f"{ranks_text(sharing)} share one GPU of host {host} ({gpu}), where NCCL needs one for each"
             )
     return ""
+
+
+_warned = False
+
+
+def warn_of_host_memory(reason: str) -> None:
+    """Warn that tensors of a GPU go through host memory, once."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"GPU tensors go through host memory, which is slower: {reason}. "
+            "mpisgd.init(gpu='mpi') or MPISGD_GPU=mpi asks for that in silence",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -32,13 +32,14 @@ class StreamGuard:
 
     Attributes:
         stream: see above.
+        ready: the event after which the tensors may be touched.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, *, waits: bool) -> None:
         self._device = device
         self.stream = stream
         self._waits = waits
-        self._ready = runtime().current_stream(device).record_event()
+        self.ready = runtime().current_stream(device).record_event()
         self._done: Any = None
 
     def through(self, part: Callable[[], Any]) -> Callable[[], None]:
@@ -46,7 +47,7 @@ class StreamGuard:
 
         def call() -> None:
             with runtime().on(self.stream):
-                self.stream.wait_event(self._ready)
+                self.stream.wait_event(self.ready)
                 part()
 
         return call

@@ -5,7 +5,6 @@ every rank has, and what was chosen then holds for all later ones: so ranks cann
 """
 
 import socket
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -20,9 +19,19 @@ from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
 from mpisgd.transport.device.cuda_aware_trial import failed_transfer
+from mpisgd.transport.device.messages import DeviceMessages
 from mpisgd.transport.device.nccl import Nccl
-from mpisgd.transport.device.nccl_group import can_split, open_nccl, stay_out
-from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
+from mpisgd.transport.device.nccl_group import can_split, connect_all, open_nccl, stay_out
+from mpisgd.transport.device.selection import (
+    AWARE,
+    NCCL,
+    STAGING,
+    DeviceFacts,
+    Selection,
+    choose,
+    warn_of_host_memory,
+)
+from mpisgd.transport.messages.point_to_point import PointToPoint
 from mpisgd.transport.tcp_store.store import open_store
 
 if TYPE_CHECKING:
@@ -89,19 +98,33 @@ def _with_another_gpu(
     """Return what carries tensors of a further GPU of each rank, too: NCCL has a communicator for each.
 
     All ranks come to their next one by the same operation, and none shares any with another rank.
+
+    Raises:
+        NcclFailed: a rank cannot be connected; on every rank. The group begins anew.
     """
     facts = _gather_facts(group, tensor, operation, len(transport.devices) + 1)
     together = [*transport.facts, *facts]
     selection = choose(wanted, together, [*group.ranks] * (len(together) // group.size))
-    if selection.name == NCCL:
-        transport.devices.append(tensor.device)
-        transport.facts = together
-        return transport
-    transport.close()
-    group.queue.on_mismatch = lambda: None
-    if group.rank == 0:
-        _warn(selection.reason)
-    return DeviceTransport(selection, None)
+    if selection.name != NCCL:
+        transport.close()
+        group.queue.on_mismatch = lambda: None
+        if group.rank == 0:
+            warn_of_host_memory(selection.reason)
+        return DeviceTransport(selection, None)
+    assert isinstance(transport.backend, Nccl)
+    inner = transport.backend.inner
+    failed: list[NcclFailed | None] = []
+
+    def action() -> None:
+        failed.append(connect_all(group, lambda: inner.eager_connect_single_device(tensor.device)))
+
+    group.queue.run(Operation("gpu", extra="connect a further one"), action)
+    if failed[0] is not None:
+        _forget(group)
+        raise failed[0]
+    transport.devices.append(tensor.device)
+    transport.facts = together
+    return transport
 
 
 def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wanted: str) -> DeviceTransport:
@@ -120,7 +143,7 @@ def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wa
             raise opened
         selection = Selection(STAGING, str(opened))
     if selection.reason and group.rank == 0:
-        _warn(selection.reason)
+        warn_of_host_memory(selection.reason)
     return DeviceTransport(selection, None)
 
 
@@ -151,24 +174,10 @@ def _open_nccl(group: "Group", device: torch.device) -> DeviceTransport | Mpisgd
         except Unreachable as exc:
             opened.append(exc)
         else:
-            opened.append(_agreed(group, open_nccl(group, PrefixStore("nccl", store), device)))
+            opened.append(open_nccl(group, PrefixStore("nccl", store), device))
 
     group.queue.run(Operation("gpu", extra="open NCCL"), action)
     return _transport_by(group, opened[0])
-
-
-def _agreed(group: "Group", opened: Nccl | NcclFailed) -> Nccl | NcclFailed:
-    """Return NCCL where all members have it, else the error of the first that has not. Collective."""
-    failed = [None if isinstance(opened, Nccl) else str(opened)]
-    told = [text for (text,) in group.queue.communicator.all_gather_object(failed)]
-    wrong = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, told, strict=True) if text]
-    if not wrong:
-        return opened
-    error = NcclFailed("; ".join(wrong[:4]))
-    error.on_every_rank = True
-    if isinstance(opened, Nccl):
-        opened.abandon(error)
-    return error
 
 
 def _transport_by(group: "Group", opened: Nccl | MpisgdError) -> DeviceTransport | MpisgdError:
@@ -177,6 +186,9 @@ def _transport_by(group: "Group", opened: Nccl | MpisgdError) -> DeviceTransport
         return opened
     opened.watch()
     group.queue.on_mismatch = lambda: _forget(group)
+    messages: PointToPoint = group.point_to_point
+    if messages.elsewhere is None:  # it outlives this communicator: the store does
+        messages.elsewhere = DeviceMessages(group, opened.store)
     return DeviceTransport(Selection(NCCL), opened)
 
 
@@ -201,8 +213,6 @@ def split_from(world: "Group", group: "Group") -> None:
                 stay_out(parent)
             else:
                 opened.append(open_nccl(group, store, parent.device, parent))
-        for each in opened:
-            opened[:] = [_agreed(group, each)]
 
     world.queue.run(Operation("new_group", extra="split NCCL"), action)
     for each in opened:
@@ -218,19 +228,4 @@ def _forget(group: "Group") -> None:
     if device is not None:
         device.abandon(
             NcclFailed(f"group '{group.name}': NCCL was ended, since the ranks did not do the same by it")
-        )
-
-
-_warned = False
-
-
-def _warn(reason: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f"GPU tensors go through host memory, which is slower: {reason}. "
-            "mpisgd.init(gpu='mpi') or MPISGD_GPU=mpi asks for that in silence",
-            RuntimeWarning,
-            stacklevel=2,
         )

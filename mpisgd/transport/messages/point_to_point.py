@@ -2,6 +2,8 @@
 
 MPI moves large messages only while it is called, so a started message makes progress in `wait()`,
 in `is_completed()`, or in the background once its future was asked for.
+
+A message between devices may be announced, and come otherwise than by MPI: that is a `Transfer`'s.
 """
 
 import collections
@@ -12,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mpisgd import tracing
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.work import CompletableWork
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -33,12 +36,14 @@ from mpisgd.threads.scheduling import now_s, sleep
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.wait_registry import Message, WaitReason
 from mpisgd.threads.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
+from mpisgd.transport.messages.announcement import ANNOUNCEMENT_BYTES, announced_in
 
-__all__ = ["InFlight", "MessageWork", "PointToPoint"]
+__all__ = ["InFlight", "MessageWork", "PointToPoint", "Transfer"]
 
 UNRECEIVED_S = 3.0  # what was received in time has been acknowledged by then
 # With more messages in flight, those that nobody waits for are polled, too: so many of them at each new one.
 MAX_UNPOLLED, POLLED_AT_ONCE = 64, 4
+NUM_OWN_TAGS = 2  # the largest, for what ranks tell each other of announced messages
 
 
 class InFlight(NamedTuple):
@@ -53,6 +58,28 @@ class InFlight(NamedTuple):
     num_sent: Mapping[int, int] = MappingProxyType({})
 
 
+class Transfer(Protocol):
+    """How an announced message comes.
+
+    Attributes:
+        nbytes: of its tensor.
+        begun: the work on a device that brings it, once that is launched.
+        stream: where its future's value is made, on a device.
+        requests: what MPI has to do with it.
+    """
+
+    nbytes: int
+    begun: Any
+    stream: Any
+
+    @property
+    def requests(self) -> list[Request]:
+        """See above."""
+
+    def poll(self) -> tuple[int, int] | None:
+        """Return (source rank, bytes) once no host has to wait any more, None before."""
+
+
 class PointToPoint:
     """The messages in flight between this rank and the others of a group.
 
@@ -65,6 +92,9 @@ class PointToPoint:
         num_ended: how many messages have ended.
         num_received: how many have come from each global rank.
         group: name and global ranks of the group, for reports of what this rank waits for.
+        elsewhere: what brings announced messages, `mpisgd.transport.device.messages.DeviceMessages`; None
+            before there were any.
+        threads_allowed: see above.
     """
 
     def __init__(self, communicator: GroupCommunicator, *, timeout_s: float, threads_allowed: bool) -> None:
@@ -72,7 +102,8 @@ class PointToPoint:
         self.num_ended = 0
         self.group: tuple[str, Sequence[int]] = ("", range(communicator.size))
         self.timeout_s = timeout_s
-        self._threads_allowed = threads_allowed
+        self.elsewhere: Any = None
+        self.threads_allowed = threads_allowed
         self._in_flight: collections.OrderedDict[MessageWork, None] = collections.OrderedDict()
         self._watched: set[MessageWork] = set()
         self._lock = threading.Lock()
@@ -82,14 +113,25 @@ class PointToPoint:
         self._num_sent: collections.Counter[int] = collections.Counter()  # by global rank
         self.num_received: collections.Counter[int] = collections.Counter()
 
-    def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
-        """Start sending contiguous `memory` to group rank `dst`."""
+    @property
+    def tag_limit(self) -> int:
+        """The largest tag of a program."""
+        return self.communicator.tag_limit - NUM_OWN_TAGS
+
+    def send(
+        self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any, *, transfer: Transfer | None = None
+    ) -> "MessageWork":
+        """Start sending contiguous `memory` to group rank `dst`; `transfer`: what it announces."""
         check_calling_thread(self.communicator.only_thread, name)
         request = self.communicator.isend(memory, dst, tag)
         name = f"{name} to rank {self.communicator.global_ranks[dst]}"
         message = Message(self.group[0], False, (self.communicator.global_ranks[dst],), tag)
         self._num_sent[message.partners[0]] += 1
-        return self._keep(MessageWork(self, name, message, request, (memory, tensors), None))
+        work = MessageWork(self, name, message, request, (memory, tensors), None, transfer=transfer)
+        self._keep(work)
+        if transfer is not None:
+            self.watch(work)
+        return work
 
     def receive(
         self,
@@ -99,16 +141,27 @@ class PointToPoint:
         tag: int,
         tensors: Any,
         arrived: Callable[[int], None],
+        *,
+        ready: Any = None,
     ) -> "MessageWork":
-        """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there."""
+        """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there.
+
+        `ready`: the event after which the tensor may be touched, where that lies on a device.
+        """
         check_calling_thread(self.communicator.only_thread, name)
+        if self.elsewhere is not None and memory.nbytes < ANNOUNCEMENT_BYTES:
+            memory, arrived = _with_room(memory, arrived)
         request = self.communicator.irecv(memory, src, tag)
         global_ranks = self.communicator.global_ranks
         source = "any rank" if src is None else f"rank {global_ranks[src]}"
         partners = self._others if src is None else (global_ranks[src],)
         message = Message(self.group[0], True, partners, tag)
         name = f"{name} from {source}"
-        return self._keep(MessageWork(self, name, message, request, (memory, tensors), arrived))
+        work = MessageWork(self, name, message, request, (memory, tensors), arrived, ready=ready)
+        self._keep(work)
+        if ready is not None and self.elsewhere is not None and self.threads_allowed:
+            self.watch(work)
+        return work
 
     @functools.cached_property
     def _others(self) -> tuple[int, ...]:
@@ -156,7 +209,7 @@ class PointToPoint:
 
     def watch(self, work: "MessageWork") -> None:
         """See to it that `work` ends without anyone waiting for it."""
-        if not self._threads_allowed:
+        if not self.threads_allowed:
             raise MpiFailed("the future of a message needs an MPI that runs at thread level MULTIPLE")
         with self._lock:
             self._watched.add(work)
@@ -173,7 +226,7 @@ class PointToPoint:
         """
         with self._lock:
             watched = list(self._watched)
-        ended = {work for work in watched if work.is_completed()}
+        ended = {work for work in watched if work.is_through()}
         with self._lock:
             self._watched -= ended
             self._is_watching = goes_on = bool(self._watched)
@@ -228,9 +281,28 @@ class PointToPoint:
         if self._thread is not None:
             self._thread.join_from_others(self.timeout_s)
 
+    def abandon_devices(self, error: MpisgdError) -> None:
+        """End what is in flight on a device, which raises `error` from now on. From any thread."""
+        if self.elsewhere is not None:
+            self.elsewhere.abandon(error)
+
     def close(self) -> None:
         """Free the communicator. Collective."""
+        if self.elsewhere is not None:
+            self.elsewhere.close()
         self.communicator.free()
+
+
+def _with_room(memory: Tensor, arrived: Callable[[int], None]) -> tuple[Tensor, Callable[[int], None]]:
+    """Return memory in which an announcement has room as well, and what then follows."""
+    room = torch.empty(ANNOUNCEMENT_BYTES, dtype=torch.uint8)
+
+    def call(nbytes: int) -> None:
+        if 0 < nbytes <= memory.nbytes:
+            memory.view(torch.uint8)[:nbytes] = room[:nbytes]
+        arrived(nbytes)
+
+    return room, call
 
 
 class MessageWork(CompletableWork):
@@ -239,6 +311,7 @@ class MessageWork(CompletableWork):
     Attributes:
         message: which ranks are at the other end.
         source: group rank it came from, once it is done (None for a message sent).
+        ready: see `PointToPoint.receive`.
     """
 
     def __init__(
@@ -249,8 +322,15 @@ class MessageWork(CompletableWork):
         request: Request,
         memory: tuple[Tensor, Any],
         arrived: Callable[[int], None] | None,
+        *,
+        ready: Any = None,
+        transfer: Transfer | None = None,
     ) -> None:
         super().__init__(name, memory[1])
+        self.ready = ready
+        self._transfer = transfer
+        if transfer is not None:
+            self.stream = transfer.stream
         self.source: int | None = None
         self.is_receive = arrived is not None
         self.message = message
@@ -260,33 +340,65 @@ class MessageWork(CompletableWork):
         self._arrived = arrived
         self._started_ns = 0 if tracing.sink is None else time.monotonic_ns()
 
+    @property
+    def memory(self) -> Tensor:
+        """What MPI sends, or receives into."""
+        return self._memory[0]
+
+    @property
+    def _begun(self) -> Any:
+        """The work on a device that brings the message; None where MPI does, or has not been told yet."""
+        return None if self._transfer is None else self._transfer.begun
+
     def is_completed(self) -> bool:
         """Return whether the message is through; asking moves it along."""
+        return self.is_through() and (self._begun is None or self._begun.is_completed())
+
+    def is_through(self) -> bool:
+        """Return whether the host need not wait for it any more; a device may have to bring it yet."""
         with self._lock:
             if not self._done:
                 self._ask()
             return self._done
 
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+        return self._begun.error if self._error is None and self._begun is not None else self._error
+
     def _ask(self) -> None:
         error: Exception | None = None
         try:
-            outcome = self._point_to_point.communicator.poll_one(self._request)
+            outcome = self._outcome()
             if outcome is None:
                 return
-            if self._arrived is not None:
-                self.source = outcome[0]
-                self._point_to_point.has_received(outcome[0])
+            if self._arrived is not None and self._begun is None:
                 self._arrived(outcome[1])
         except Exception as exc:  # whatever it is: who polls may be no one that waits for this message
             error = exc
         self.complete(error)
+
+    def _outcome(self) -> tuple[int, int] | None:
+        """Return (source rank, bytes) once the message is through, None before."""
+        communicator, point_to_point = self._point_to_point.communicator, self._point_to_point
+        if self._transfer is not None:
+            return self._transfer.poll() if communicator.poll([self._request]) else None
+        outcome = communicator.poll_one(self._request)
+        if outcome is None or self._arrived is None:
+            return outcome
+        self.source, nbytes = outcome
+        point_to_point.has_received(self.source)
+        if point_to_point.elsewhere is None or (found := announced_in(self.memory, nbytes)) is None:
+            return outcome
+        self._transfer = point_to_point.elsewhere.receive(self, found, self.source)
+        return None
 
     def complete(self, error: BaseException | None) -> None:
         """Mark the message as over; the group need not hold it any longer."""
         self._point_to_point.release(self)
         if self._started_ns and tracing.sink is not None:
             phase = (self.name, self._started_ns, time.monotonic_ns())
-            args = {"bytes": self._memory[0].nbytes}
+            args = {"bytes": self.memory.nbytes if self._transfer is None else self._transfer.nbytes}
             tracing.sink.overlapping("message", f"message {id(self)}", [phase], args)
         super().complete(error)
 
@@ -296,7 +408,7 @@ class MessageWork(CompletableWork):
             self._point_to_point.timeout_s if timeout_s is None else timeout_s, quiet=timeout_s is not None
         )
         with tracing.blocked(self.name):
-            through = backoff.wait_for(self.is_completed, about=self._wait_reason)
+            through = backoff.wait_for(self.is_through, about=self._wait_reason)
         if not through:
             seen = f" ({backoff.missing})" if backoff.missing else ""
             communicator = self._point_to_point.communicator
@@ -308,7 +420,19 @@ class MessageWork(CompletableWork):
             )
         if self._error is not None:
             raise self._error
+        if self._begun is not None:
+            self._begun.wait(timeout_s)
         return True
+
+    def _settle(self, future: Any) -> None:
+        if self._begun is not None and self._error is None:
+            self.stream = self._transfer.stream if self._transfer is not None else None
+            try:
+                with runtime().on(self.stream):
+                    self._begun.wait()
+            except MpisgdError as exc:
+                self._error = exc
+        super()._settle(future)
 
     def _wait_reason(self) -> WaitReason:
         partners = self.message.partners if len(self.message.partners) == 1 else ()
@@ -349,12 +473,17 @@ class MessageWork(CompletableWork):
         """End this message without its being through; MPI may still write to its memory, which is kept."""
         with self._lock:
             if not self._done:
-                self._point_to_point.communicator.abandon([self._request], self._memory)
+                requests = [self._request, *([] if self._transfer is None else self._transfer.requests)]
+                self._point_to_point.communicator.abandon(requests, (self._memory, self._transfer))
                 self.complete(error)
 
     def cancel(self) -> None:
         """Cancel this message, unless it is there."""
+        if not self.is_through() and self._transfer is not None:
+            with contextlib.suppress(MpisgdError):
+                self.wait()  # its sender sends it already
+            return
         with self._lock, contextlib.suppress(MpisgdError):
-            if not self.is_completed():
+            if not self.is_through():
                 self._point_to_point.communicator.cancel(self._request, self._memory)
                 self.complete(NotInitialized(f"{self.name}: cancelled at the end, no message had come"))
