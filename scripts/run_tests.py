@@ -69,8 +69,15 @@ FOR_THREE_OR_FOUR = (
 # Random programs, which tests/unit/fuzzing runs on threads at every size: three ranks confirm it.
 FUZZING = "tests/mpi/fuzzing/test_random_programs.py"
 
-# Of simulated GPUs, what two ranks say by NCCL and through host memory.
-SAID_BY_TWO = ("--ignore=tests/gpu/test_gpu_checks.py", "--ignore=tests/gpu/test_sharded_gpu.py")
+# Of simulated GPUs, what two ranks say by NCCL and through host memory, whatever MPISGD_GPU is.
+SAID_BY_TWO = tuple(
+    f"--ignore=tests/gpu/test_{name}.py"
+    for name in (
+        *("device_routing", "device_streams", "freed_gradients", "gpu_checks", "graphs", "lost_ranks"),
+        *("memory_of_streams", "nccl_groups", "pinned_memory", "several_devices", "sharded_gpu"),
+        *("simulated_device", "syncs"),
+    )
+)
 
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
@@ -167,13 +174,7 @@ def plan(
     stages = [] if quick else [Stage("launch", ("tests/launch",))]
     stages += [mpi_stage(size, long=long) for size in ((3, 2) if quick else (4, 3, 2, 1))]
     stages += [Stage("unit", ("tests/unit",)), threads_stage(long=long)]
-    # On a GPU: alone by NCCL, two that share it through host memory. On simulated ones two go by NCCL, too.
-    if gpu or can_simulate_gpus():
-        said = () if gpu or long else SAID_BY_TWO
-        stages += [Stage("gpu 1", ("tests/gpu",), 1, options=said), Stage("gpu 2", ("tests/gpu",), 2)]
-    if not gpu and can_simulate_gpus():
-        staged = (("MPISGD_GPU", "mpi"),)
-        stages += [Stage("gpu 2 staged", ("tests/gpu",), 2, options=said, settings=staged)]
+    stages += gpu_stages(gpu=gpu, long=long)
     if not quick:
         stages += [Stage("cluster", ("tests/cluster",)), Stage("faults", ("tests/faults",))]
         stages += [Stage("messages 3", SHORT_SET, 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]
@@ -197,8 +198,34 @@ def mpi_stage(size: int, *, long: bool) -> Stage:
 
 def threads_stage(*, long: bool) -> Stage:
     """The stage of what tests/mpi/on_threads.py names, on three ranks that are threads of one process."""
-    selected = "on_threads" if long else f"on_threads and {SHORT}"
-    return Stage("threads 3", ("tests/mpi",), options=("--threads", "3", "-m", selected))
+    return Stage("threads 3", ("tests/mpi",), options=("--threads", "3", "-m", on_threads(long=long)))
+
+
+def on_threads(*, long: bool) -> str:
+    """What runs on threads, as an expression of pytest's."""
+    return "on_threads" if long else f"on_threads and {SHORT}"
+
+
+def gpu_stages(*, gpu: bool, long: bool) -> list[Stage]:
+    """The stages of tests/gpu.
+
+    On a GPU: alone by NCCL, two that share it through host memory. On simulated ones two go by NCCL, too, and
+    three are threads.
+    """
+    folder = ("tests/gpu",)
+    if gpu:
+        return [Stage("gpu 1", folder, 1), Stage("gpu 2", folder, 2)]
+    if not can_simulate_gpus():
+        return []
+    said = () if long else SAID_BY_TWO
+    selected = () if long else ("-m", f"{SHORT} and not on_threads")
+    staged = (("MPISGD_GPU", "mpi"),)
+    return [
+        Stage("gpu 1", folder, 1, options=said),
+        Stage("gpu 2", folder, 2, options=selected),
+        Stage("gpu 2 staged", folder, 2, options=(*said, *selected), settings=staged),
+        Stage("gpu threads 3", folder, options=("--threads", "3", "-m", on_threads(long=long))),
+    ]
 
 
 def can_simulate_gpus() -> bool:

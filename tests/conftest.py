@@ -1,8 +1,14 @@
-"""What holds for every test: the `mpi` mark takes only what pytest-mpi understands."""
+"""What holds for every test: its options, and the `mpi` mark takes only what pytest-mpi understands."""
 
 from __future__ import annotations
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mpisgd")
+    group.addoption("--threads", type=int, default=0, help="ranks that are threads of this process")
+    group.addoption("--threads-seed", type=int, default=0, help="of the schedules")
 
 
 def check_mpi_mark(item: pytest.Item, mark: pytest.Mark) -> None:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError, PeerLost
 from mpisgd.job.group_factory import make_group
@@ -152,8 +154,11 @@ class _Run(Generic[T]):
 
     def _be(self, rank: int) -> None:
         """Be a rank: what its thread does."""
+        communicator = LoopbackCommunicator(self._network.world, rank)
+        # Otherwise a backward of what lies on a GPU runs on a thread of torch's, which is none of this rank's.
+        own_backward = torch.autograd.set_multithreading_enabled(False)
         try:
-            with job_of_this_thread(self._make_job(LoopbackCommunicator(self._network.world, rank))):
+            with own_backward, job_of_this_thread(self._make_job(communicator)):
                 self._returned[rank] = self._run_and_leave()
         except Stopped:
             raise

@@ -69,6 +69,7 @@ def test_to_ask_for_a_future_lets_the_stream_go_on(simulated):
     assert (tensor == total()).all()
 
 
+@pytest.mark.processes
 def test_the_future_of_the_backend_is_used_on_another_stream(backend):
     side = gpu.Stream()
     tensor = late_ones(side)
@@ -77,6 +78,7 @@ def test_the_future_of_the_backend_is_used_on_another_stream(backend):
     assert (used_elsewhere(future) == 3 * total()).all()
 
 
+@pytest.mark.processes
 def test_the_future_of_several_operations_of_the_backend_is_used_on_another_stream(backend):
     side = gpu.Stream()
     tensors = [late_ones(side), late_ones(side)]
@@ -104,6 +106,7 @@ class Bucket:
         return self._tensor
 
 
+@pytest.mark.processes
 def test_a_communication_hook_is_used_on_another_stream(backend):
     side = gpu.Stream()
     tensor = late_ones(side)
@@ -113,6 +116,7 @@ def test_a_communication_hook_is_used_on_another_stream(backend):
     assert (used_elsewhere(future) == 3 * mean).all()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("hook", [None, bf16_compress], ids=["plain", "bf16"])
 def test_data_parallel_reads_no_bucket_in_flight(backend, hook):
     """Backward in a stream of the program's own, the optimizer in it, too."""

@@ -101,6 +101,7 @@ def test_optimizer_state_of_one_rank_becomes_everyones(device):
     check_equal_runs(plain_step, steps=STEPS, optimizer=adam, tol=ADAM_DRIFT)
 
 
+@pytest.mark.processes
 @pytest.mark.mpi(min_size=2)
 def test_buckets_set_out_during_backward_where_the_gpu_sends_by_itself(device, simulated):
     """Through host memory they wait for its end, unless asked: the host would have to do it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from on_threads import mark_on_threads
-from ranks_as_threads import PerRank, as_size, run_on_threads
+from ranks_as_threads import PerRank, as_size, call_on_threads, run_all_on_threads
 from verdicts import shared_report
 
 from mpisgd import config as mpisgd_config
@@ -22,25 +22,13 @@ if TYPE_CHECKING:
     from mpisgd import Group
 
 TIMEOUT_S = 30.0
-NO_MPI = "need --with-mpi option to run"  # as pytest-mpi says
 GROUPS = ("world", "duplicate", "half", "reversed")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("mpisgd")
-    group.addoption("--threads", type=int, default=0, help="ranks that are threads of this process")
-    group.addoption("--threads-seed", type=int, default=0, help="of the schedules")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body of a test on every rank, where these are threads."""
-    if not (size := pyfuncitem.config.getoption("--threads")):
-        return None
-    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    seed = pyfuncitem.config.getoption("--threads-seed")
-    run_on_threads(size, seed, pyfuncitem.nodeid, pyfuncitem.obj, given)
-    return True
+    return call_on_threads(pyfuncitem)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,12 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "tests/mpi" in item.path.as_posix() and not item.get_closest_marker("mpi"):
             item.add_marker("mpi")
     yield
-    for item in items if size else ():
-        item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != NO_MPI]
-        if item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.skip(reason="needs ranks that are processes"))
-        if any(mark.kwargs.get("min_size", 0) > size for mark in item.iter_markers("mpi")):
-            item.add_marker(pytest.mark.skip(reason=f"for more ranks than {size}"))
+    if size:
+        run_all_on_threads(items, size)
 
 
 @pytest.hookimpl(wrapper=True)

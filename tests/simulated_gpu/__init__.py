@@ -11,5 +11,6 @@ torch's own C++ (futures, autograd, `torch.Stream`, `torch.Event`) sees a device
     kernels.py     the operations
     device.py      all of it, and `torch.simgpu`; `install()` is for the whole process and cannot be undone
     nccl.py        NCCL
+    meeting.py     what carries its data where ranks are threads of one process
     runtime.py     the device as mpisgd sees it
 """

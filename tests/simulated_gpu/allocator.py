@@ -69,10 +69,16 @@ class Allocator:
             self._take_back()
 
     def _take_back(self) -> None:
-        done = [block for block, events in self._waiting if all(map(self._streams.query, events))]
-        self._waiting = [entry for entry in self._waiting if entry[0] not in done]
-        for block in done:
-            self._free[block.stream, len(block.memory)].append(block)
+        """Free what nobody uses any more, each block once.
+
+        Python may collect garbage anywhere here, and tensors in it are freed by this thread, which has the lock.
+        """
+        waiting, self._waiting = self._waiting, []
+        for block, events in waiting:
+            if all(map(self._streams.query, events)):
+                self._free[block.stream, len(block.memory)].append(block)
+            else:
+                self._waiting.append((block, events))
 
     def find(self, address: int | None) -> Block | None:
         """Return the block in use that an address lies in."""
@@ -81,8 +87,10 @@ class Allocator:
         with self._streams.lock:
             if address in self._in_use:
                 return self._in_use[address]
-            inside = (b for b in self._in_use.values() if b.address <= address < b.address + len(b.memory))
-            return next(inside, None)
+            for block in list(self._in_use.values()):
+                if block.address <= address < block.address + len(block.memory):
+                    return block
+            return None
 
     def record(self, address: int | None, stream: Stream) -> None:
         """Note that a stream uses the memory at an address: it is not handed out before that is over."""

@@ -54,7 +54,7 @@ def _delete(address: int) -> None:
 @atexit.register
 def _forget() -> None:
     """torch may free tensors after Python's end, when nothing can be called any more."""
-    for managed, _ in _alive.values():
+    for managed, _ in list(_alive.values()):
         ctypes.cast(ctypes.addressof(managed) + _Tensor.deleter.offset, ctypes.POINTER(ctypes.c_void_p))[
             0
         ] = None

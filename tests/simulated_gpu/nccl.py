@@ -2,7 +2,7 @@
 
 A collective is a kernel on a stream of NCCL's own, behind what the current stream had to do. It begins when
 the stream comes to it, ends when those of all other ranks have come, and never if one does not come. The host
-learns nothing of that but by events. gloo carries the data. What follows torch: `wait()` lets the current
+learns nothing of that but by events. gloo carries the data, or meeting.py where ranks are threads. What follows torch: `wait()` lets the current
 stream wait, a future is complete at the launch and carries NCCL's stream, tensors are kept until `wait()`,
 and the watchdog ends what has lasted too long as TORCH_NCCL_ASYNC_ERROR_HANDLING says, by default with the
 process.
@@ -26,17 +26,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
+from mpisgd.threads import scheduling
 from simulated_gpu.device import KIND, Device
+from simulated_gpu.meeting import Member, ranks_are_threads
 from simulated_gpu.memory import host_alias
 from simulated_gpu.stream import Event
 
-__all__ = ["NcclConfig", "NcclOptions", "SimulatedNccl"]
+__all__ = ["NcclConfig", "NcclOptions", "SimulatedNccl", "end_those_of_threads"]
 
 NO_HANDLING, TEAR_DOWN, CLEAN_UP_ONLY, SKIP_CLEAN_UP = range(4)
 WATCHDOG_S = 0.05
 CONNECT = datetime.timedelta(seconds=60)
 POLL_S = 0.0002
 UNDEFINED = -(2**31)
+
+
+_of_threads: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
+
+
+def end_those_of_threads() -> None:
+    """End all that ranks have opened that were threads, as their processes would have by their own end."""
+    for nccl in list(_of_threads):
+        nccl.abort()
 
 
 class Aborted(Exception):
@@ -74,7 +85,11 @@ class Communicator:
         """Meet the others, as ncclCommInitRank: the host waits."""
         self._nccl = nccl
         self.kernels: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.inner = dist.ProcessGroupGloo(store, rank, size, CONNECT)
+        self.inner: Any = (
+            Member(store, rank, size)
+            if ranks_are_threads()
+            else dist.ProcessGroupGloo(store, rank, size, CONNECT)
+        )
         threading.Thread(target=self._carry_out, name="simulated NCCL", daemon=True).start()
 
     def _carry_out(self) -> None:
@@ -175,6 +190,8 @@ class SimulatedNccl:
         self._communicators: dict[int, Communicator] = {}
         self._streams: dict[int, torch.Stream] = {}
         self._watched: list[tuple[float, Event, weakref.ref[SimulatedWork]]] = []  # without their tensors
+        if ranks_are_threads():
+            _of_threads.add(self)
         threading.Thread(target=self._watch, name="simulated NCCL's watchdog", daemon=True).start()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -216,7 +233,7 @@ class SimulatedNccl:
         while not work.is_completed():
             if self.aborted is not None:
                 raise Aborted
-            time.sleep(POLL_S)
+            scheduling.sleep(POLL_S)
         work.wait()
 
     def _launch(

@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import Cuda
+from mpisgd.job.job_of_thread import job_place
 from simulated_gpu.device import KIND, install
 from simulated_gpu.nccl import NcclOptions, SimulatedNccl
 
 __all__ = ["SimulatedGpu"]
+
+
+class _Opened:
+    """What a rank has opened."""
+
+    def __init__(self) -> None:
+        self.communicators: list[SimulatedNccl] = []
 
 
 class SimulatedGpu(Cuda):
@@ -23,15 +31,18 @@ class SimulatedGpu(Cuda):
 
     Attributes:
         device: the simulation.
-        opened: NCCL's communicators, in order.
     """
 
     kind = KIND
 
     def __init__(self, *, nccl: bool = True, shared: bool = False) -> None:
         self.device = install()
-        self.opened: list[SimulatedNccl] = []
         self._nccl, self._shared = nccl, shared
+
+    @property
+    def opened(self) -> list[SimulatedNccl]:
+        """NCCL's communicators of this rank, in order."""
+        return job_place().own(_Opened).communicators
 
     @property
     def module(self) -> Any:

@@ -1,10 +1,10 @@
 """`NcclWatch`: sees to it that a rank that does not come is an error here, and not a GPU that waits for ever.
 
 A host that waits for the GPU, in `item()` or `synchronize()`, waits in C++ and knows of no other rank. And
-what NCCL waits for keeps the GPU: only the end of NCCL's communicator frees it. So a thread of each process
+what NCCL waits for keeps the GPU: only the end of NCCL's communicator frees it. So a thread of each rank
 looks at what NCCL has in flight, and ends it where
 
-    a rank was lost          all waits of this process were cancelled (monitor/failure_detector.py)
+    a rank was lost          all waits of this rank were cancelled (monitor/failure_detector.py)
     it takes too long        longer than the timeout of the group; the monitor tells for whom
     NCCL reports an error    such as a connection that has broken; the loss of a rank may explain that
 
@@ -14,7 +14,6 @@ group raises the error.
 
 import collections
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,8 @@ from mpisgd.accelerator.runtime import runtime
 from mpisgd.call_site import call_site
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import CollectiveTimeout, MpisgdError, NcclFailed, afresh
-from mpisgd.threads import wait_registry, waiting
+from mpisgd.interfaces.job import Job
+from mpisgd.threads import scheduling, wait_registry, waiting
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.wait_registry import WaitReason
 
@@ -49,7 +49,7 @@ class Launched:
         self.operation = operation
         self.number = number
         self.site = call_site()
-        self.since_s = time.monotonic()
+        self.since_s = scheduling.now_s()
         self._works = works
         self._event: Any = None
 
@@ -92,7 +92,7 @@ class InFlight:
         """Return what the GPU has to do first of all, None where it has nothing to do."""
         while self._launched and self._launched[0].is_done():
             self._launched.popleft()
-            self._first_since_s = time.monotonic()
+            self._first_since_s = scheduling.now_s()
         return self._launched[0] if self._launched else None
 
     def since_s(self, first: Launched) -> float:
@@ -101,7 +101,7 @@ class InFlight:
 
     def waited_s(self, first: Launched) -> float:
         """Return for how long that has been the first."""
-        return time.monotonic() - self.since_s(first)
+        return scheduling.now_s() - self.since_s(first)
 
     def end(self, error: MpisgdError) -> None:
         """End the communicator; the first error stays. What is in flight is over, and undefined."""
@@ -118,8 +118,8 @@ class InFlight:
         code = self._inner.get_error() if hasattr(self._inner, "get_error") else None  # torch 2.4 has none
         if code is None or code.name == "SUCCESS":
             return None
-        self._failed_s = self._failed_s or time.monotonic()
-        if time.monotonic() < self._failed_s + EXPLAIN_S:
+        self._failed_s = self._failed_s or scheduling.now_s()
+        if scheduling.now_s() < self._failed_s + EXPLAIN_S:
             return None
         return NcclFailed(
             f"group '{self.group.name}': NCCL reports {code.name} (a connection to another rank has broken, "
@@ -147,29 +147,39 @@ class InFlight:
         )
 
 
-_open: list[InFlight] = []
+_of_jobs: "dict[Job, NcclWatch]" = {}  # one, but where ranks are threads
 _lock = threading.Lock()
-_thread: "NcclWatch | None" = None
 
 
 def watch(in_flight: InFlight, *, end: bool = False) -> None:
     """Watch a communicator from now on, or `end` that."""
-    global _thread
+    job = in_flight.group.job
     with _lock:
-        if end and in_flight in _open:
-            _open.remove(in_flight)
+        own = _of_jobs.get(job)
+        if end and own is not None and in_flight in own.open:
+            own.open.remove(in_flight)
+        elif not end and own is not None:
+            own.open.append(in_flight)
         elif not end:
-            _open.append(in_flight)
-            if _thread is None:
-                _thread = NcclWatch()
-                _thread.start()
+            _of_jobs[job] = NcclWatch(job, in_flight)
+            _of_jobs[job].start()
 
 
 class NcclWatch(ServiceThread):
-    """The thread; ends when there is nothing to watch."""
+    """The thread; ends when there is nothing to watch.
 
-    def __init__(self) -> None:
+    Args:
+        job: whose communicators it watches.
+        first: of these.
+
+    Attributes:
+        open: all of them; guarded by the lock of this module.
+    """
+
+    def __init__(self, job: Job, first: InFlight) -> None:
         super().__init__("mpisgd NCCL watch", self._look)
+        self.open = [first]
+        self._job = job
         self._never = threading.Event()  # a thread that waits for one is known not to communicate
         self._registered: tuple[InFlight, float] | None = None
 
@@ -180,12 +190,11 @@ class NcclWatch(ServiceThread):
 
     def _look(self) -> bool:
         """One round."""
-        global _thread
-        self._never.wait(POLL_S)
+        scheduling.wait_for_event(self._never, POLL_S)
         with _lock:
-            everything = list(_open)
+            everything = list(self.open)
             if not everything:
-                _thread = None
+                del _of_jobs[self._job]
                 self._register(None, 0.0)
                 return False
         lost = waiting.cancel_reason()
