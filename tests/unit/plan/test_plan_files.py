@@ -222,7 +222,7 @@ def test_what_is_no_step_is_refused(tmp_path, text):
 def test_units():
     assert as_rate("x", "100 Gbit/s") == as_rate("x", "12.5 GB/s") == as_rate("x", 12.5e9) == 12.5e9
     assert as_rate("x", "100 Gb/s") == as_rate("x", "1e11 b/s") == 12.5e9
-    assert as_rate("x", "8 Mbps") == 1e6
+    assert as_rate("x", "8 Mbps") == as_rate("x", "1 MBps") == as_rate("x", "8 MBit/s") == 1e6
     assert as_rate("x", "2 KiB/s") == 2048
     assert as_nbytes("x", "1.5 GiB") == 1.5 * 2**30
     assert as_nbytes("x", "80 GB") == 80e9
@@ -240,6 +240,12 @@ def test_units():
         (as_nbytes, "5 s"),
         (as_seconds, "5 GB"),
         (as_flops, True),
+        (as_rate, "1.2.3 GB/s"),
+        (as_rate, "1e999 GB/s"),
+        (as_nbytes, "."),
+        (as_seconds, "1e999"),
+        (as_seconds, float("nan")),
+        (as_nbytes, 10**400),
     ],
 )
 def test_other_units_are_refused(convert, text):
