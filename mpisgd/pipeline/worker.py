@@ -229,7 +229,8 @@ class Worker:
                 raise InvalidArgument(
                     f"pipeline: loss returned {shown(loss)}; expected a tensor of one element"
                 )
-            self.losses[micro_batch] = loss.detach()
+            # In memory of its own: that of some of torch's losses is as large as the output.
+            self.losses[micro_batch] = loss.detach().clone()
             return loss * weight
 
         return weighted
