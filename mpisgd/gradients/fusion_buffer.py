@@ -158,7 +158,3 @@ class FusionBuffer:
                 param.grad = None
             elif param.grad is not view:
                 param.grad = view
-
-    def leftover(self, place: int) -> Tensor | None:
-        """Return the tensor in which the last reduction left the gradient of the parameter at `place`."""
-        return self.views[place]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.fusion_buffer import Layout, layout_of
@@ -39,7 +38,6 @@ class UnbucketedGradient:
         self._dtype = param.dtype
         self._device = param.device
         self._grad: Tensor | None = None
-        self._left: TensorWeakRef | None = None  # its memory is the program's, to be freed when it wants
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Return whether the parameter still has the dtype, place and layout that this was made for."""
@@ -103,14 +101,9 @@ class UnbucketedGradient:
             param.grad = None
             return
         assert grad is not None
-        self._left = TensorWeakRef(grad)
         if param.grad is not grad:
             param.grad = grad
 
     def release(self) -> None:
         """Forget a gradient that was loaded and does not become that of its parameter."""
         self._grad = None
-
-    def leftover(self, place: int) -> Tensor | None:
-        """Return the tensor in which the last reduction left the gradient, None if it is gone."""
-        return None if self._left is None else self._left()
