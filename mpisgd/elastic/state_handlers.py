@@ -87,6 +87,8 @@ class _OptimizerHandler(_StateDictHandler):
         communicates = isinstance(self.value, DistributedOptimizer | CompressedMomentumOptimizer)
         if communicates and self.value.spans_job:
             self.value.rebuild()  # one with a group of its own waits for a callback to give it a new one
+        if not isinstance(self.value, DistributedOptimizer):  # which does so itself
+            self.value.zero_grad()  # of what was going on when a rank was lost
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value)

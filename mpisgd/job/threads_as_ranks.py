@@ -105,13 +105,22 @@ def run_ranks(
     return _Run(program, network, seed, timeout_s, losses is not None).results(limit_s)
 
 
-def lose_ranks(*ranks: int) -> None:
-    """Lose ranks of the job, now and all at once. Does not return where this rank is one of them.
+def lose_ranks(*ranks: int, waits: int = 0) -> None:
+    """Lose ranks of the job, all at once. Does not return where this rank is one of them and `waits` is 0.
 
     Their threads stop where they are, and what they would do on their way out is not done.
+
+    Args:
+        ranks: of the job.
+        waits: how many waits and messages of this rank come before; 0: they are lost now.
     """
-    context = current_job().communicator.context
-    context.network.lose([context.ranks[rank] for rank in ranks])
+    communicator = current_job().communicator
+    context = communicator.context
+    gone = [context.ranks[rank] for rank in ranks]
+    if waits:
+        context.network.lose_later(gone, communicator.process, waits)
+    else:
+        context.network.lose(gone)
 
 
 class _Run(Generic[T]):
@@ -155,7 +164,7 @@ class _Run(Generic[T]):
     def _be(self, rank: int) -> None:
         """Be a rank: what its thread does."""
         communicator = LoopbackCommunicator(self._network.world, rank)
-        # Otherwise a backward of what lies on a GPU runs on a thread of torch's, which is none of this rank's.
+        # Otherwise a backward of what lies on a GPU runs on a thread of torch's, and not on this rank's.
         own_backward = torch.autograd.set_multithreading_enabled(False)
         try:
             with own_backward, job_of_this_thread(self._make_job(communicator)):

@@ -210,6 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
+        self._synchronizer.end_failed_step()
         had: list[tuple[int, Tensor]] = []
         if not set_to_none:
             params = enumerate(self._synchronizer.training.params)
@@ -262,6 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidArgument: another version of mpisgd has written it in a form that this one does not know.
         """
         self._keeper.check(state_dict)
+        self._synchronizer.end_failed_step()
         super().load_state_dict(state_dict)
         lay_out_state(self)
         self._keeper.load(state_dict)
@@ -334,6 +336,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
+        self._synchronizer.end_failed_step()
         super().add_param_group(param_group)
         training = self._synchronizer.training
         named = [*training.named, *name_parameters(self, None)[len(training.named) :]]

@@ -171,7 +171,7 @@ def _grown(
     left: set[tuple[str, str]],
     number: int,
 ) -> list[Situation]:
-    """Return a pack with more situations, as long as each brings pairs that are left, in the table's order."""
+    """Return a pack with more situations, each of which brings pairs that are left, by the table."""
     order = list(SITUATIONS)
     reference, _ = _program(row, pack, number)
     if reference is None:
@@ -194,7 +194,7 @@ def _grown(
 
 
 def _program(row: Row, situations: Sequence[Situation], number: int) -> tuple[Program | None, str]:
-    """Return a program on the first division from `number` on in which it makes sense, or why there is none."""
+    """Return a program on the first division, from `number` on, that has one, or why there is none."""
     why = "makes no sense"
     for place in range(len(DIVISIONS)):
         program = row.program(situations, DIVISIONS[(number + place) % len(DIVISIONS)])

@@ -15,6 +15,7 @@ from mpisgd.verification.programs.program import (
     Event,
     FailedBackward,
     Layer,
+    Lose,
     Optimizer,
     Program,
     Reload,
@@ -168,5 +169,10 @@ def _simpler_events(event: Event) -> Iterator[Event]:
             yield replace(event, overflow=())
     if isinstance(event, Reload) and event.ranks:
         yield replace(event, ranks=0)
+    if isinstance(event, Lose):
+        for gone in event.ranks if len(event.ranks) > 1 else ():
+            yield replace(event, ranks=tuple(rank for rank in event.ranks if rank != gone))
+        for fewer in {0, event.waits // 2, event.waits - 1} if event.waits else ():
+            yield replace(event, waits=fewer)
     if isinstance(event, Step) and event.closure:
         yield Step()

@@ -3,7 +3,7 @@
     mpirun -n 1 python -m pytest --with-mpi tests/gpu
     mpirun -n 2 python -m pytest --with-mpi tests/gpu
     MPISGD_GPU=mpi mpirun -n 2 python -m pytest --with-mpi tests/gpu       # all through host memory
-    python -m pytest --threads 3 -m on_threads tests/gpu                  # ranks as threads, simulated GPUs only
+    python -m pytest --threads 3 -m on_threads tests/gpu                  # ranks as threads, simulated GPUs
 
 Where every rank has a GPU of its own, as it has a simulated one, any number of ranks goes by NCCL. One GPU
 has NCCL at one rank only; two ranks share it through host memory.

@@ -71,7 +71,7 @@ class Allocator:
     def _take_back(self) -> None:
         """Free what nobody uses any more, each block once.
 
-        Python may collect garbage anywhere here, and tensors in it are freed by this thread, which has the lock.
+        Python may collect garbage anywhere here, and this thread, which has the lock, frees tensors in it.
         """
         waiting, self._waiting = self._waiting, []
         for block, events in waiting:

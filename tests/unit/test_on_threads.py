@@ -37,7 +37,9 @@ def test_what_mpirun_leaves_out_runs_on_threads(monkeypatch, long):
     threads = [stage for stage in stages if "--threads" in stage.options]
     assert [stage.paths for stage in threads] == [("tests/mpi",), ("tests/gpu",)]
     assert all(selection(stage).startswith("on_threads") for stage in threads)
-    several = [stage for stage in stages if stage.paths in (("tests/mpi",), ("tests/gpu",)) and stage.size > 1]
+    several = [
+        stage for stage in stages if stage.paths in (("tests/mpi",), ("tests/gpu",)) and stage.size > 1
+    ]
     assert all(("not on_threads" in selection(stage)) != long for stage in several)
     (alone,) = [stage for stage in stages if stage.name == "mpi 1"]
     assert "on_threads" not in selection(alone)

@@ -140,7 +140,7 @@ class Piecewise(Replicated, abc.ABC):
 
         Where it can update one piece after the other, that is done here, and it finds nothing left to do.
         """
-        self._show_all()  # a step that raised has left them hidden
+        self.end_failed_step()
         self._parameters.check_in_place()
         self._take_over_state()
         runs_closure, self._runs_closure = self._runs_closure, False
@@ -222,6 +222,10 @@ class Piecewise(Replicated, abc.ABC):
         """Give the optimizer all its parameters back, if they are hidden."""
         if self._hidden.show(self.training.optimizer):
             self.gradients.stand_in_again()
+
+    def end_failed_step(self) -> None:
+        """Show the optimizer all parameters, which are hidden in a step."""
+        self._show_all()
 
     def before_zero_grad(self) -> None:
         """Forget the gradients that ranks have pieces of."""

@@ -80,7 +80,7 @@ class StreamedSynchronizer(Synchronizer):
 
     def before_step(self) -> None:
         """Update the parameters; the wrapped optimizer finds nothing left to do. Collective."""
-        self._show_all()  # a step that raised has left them hidden
+        self.end_failed_step()
         self._take_over_state()
         runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
@@ -91,6 +91,10 @@ class StreamedSynchronizer(Synchronizer):
         """Show the optimizer its parameters again."""
         self._show_all()
         self._streamed.reset_gradients()
+
+    def end_failed_step(self) -> None:
+        """Show the optimizer its parameters, which are hidden in a step."""
+        self._show_all()
 
     def before_zero_grad(self) -> None:
         """Forget the gradients in the files."""

@@ -117,6 +117,9 @@ class Synchronizer:
             num_steps: how many steps there have been, this one included; the same on all ranks.
         """
 
+    def end_failed_step(self) -> None:
+        """Undo what a step has left that raised between `before_step` and `after_step`, or in one of them."""
+
     def before_zero_grad(self) -> None:
         """Do what must be done before gradients are reset."""
 

@@ -114,8 +114,8 @@ class DeviceMessages:
                 names = self.communicator.global_ranks
                 text = (
                     f"recv: rank {names[src]} sends {announced.nbytes} bytes of {announced.dtype}; the "
-                    f"tensor of rank {names[self.communicator.rank]} has {transfer.nbytes} ({list(tensor.shape)} of "
-                    f"{dtype_name(tensor.dtype)}, tag {work.message.tag})"
+                    f"tensor of rank {names[self.communicator.rank]} has {transfer.nbytes} "
+                    f"({list(tensor.shape)} of {dtype_name(tensor.dtype)}, tag {work.message.tag})"
                 )
                 transfer.error = ShapeMismatch(text)
                 self._tell(src, "refuse", announced.number, text)

@@ -216,10 +216,11 @@ class Network:
         self._unmatched: defaultdict[int, dict[Context, int]] = defaultdict(dict)
         self._flights: defaultdict[int, dict[int, _Flight]] = defaultdict(dict)  # by their senders
         self._numbers = itertools.count()
-        self._losses = losses
+        self._losses: defaultdict[tuple[int, int], list[Sequence[int]]] = defaultdict(list)
         self._counts: Counter[int] = Counter()
-        if losses:
-            scheduler.at_wait = self.count
+        for loss in losses:
+            for rank in loss.ranks:
+                self.lose_later(loss.ranks, rank, loss.at)
 
     def progress(self, rank: int) -> None:
         """Receive what has arrived for a rank of the job, on any communicator; MPI does so in any call."""
@@ -259,12 +260,16 @@ class Network:
 
     # -- losses -----------------------------------------------------------------------------------------
 
+    def lose_later(self, ranks: Sequence[int], rank: int, waits: int) -> None:
+        """Lose ranks, all at once, when one rank has come to so many further waits and messages."""
+        self._losses[rank, self._counts[rank] + waits].append(ranks)
+        self.scheduler.at_wait = self.count
+
     def count(self, rank: int) -> None:
         """Count a wait or a message of a rank; it may be its last one."""
         self._counts[rank] += 1
-        for loss in self._losses:
-            if rank in loss.ranks and self._counts[rank] == loss.at:
-                self.scheduler.soon(functools.partial(self.lose, loss.ranks))
+        for ranks in self._losses.get((rank, self._counts[rank]), ()):
+            self.scheduler.soon(functools.partial(self.lose, ranks))
 
     def lose(self, ranks: Collection[int]) -> None:
         """Lose ranks, all at once. Does not return to one of these."""

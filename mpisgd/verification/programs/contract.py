@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mpisgd.verification.programs.lost_ranks import resumed_at, violation_of_losses
 from mpisgd.verification.programs.program import (
     ONE_BIT,
     AddGroup,
@@ -68,6 +69,8 @@ class _Walk:
 
 def violation(program: Program) -> str:
     """Return which rule a program breaks, "" if none."""
+    if program.loses:
+        return violation_of_losses(program) or next(filter(None, map(violation, resumed_at(program))), "")
     for place, optimizer in enumerate(program.optimizers):
         if not optimizer.layers:
             return f"optimizer {place} has no layers"

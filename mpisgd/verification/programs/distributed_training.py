@@ -14,7 +14,7 @@ from mpisgd.verification.programs.option_text import evaluated
 from mpisgd.verification.programs.program import ONE_BIT, Event, Program
 from mpisgd.verification.programs.training import Training
 
-__all__ = ["DistributedTraining"]
+__all__ = ["DistributedTraining", "group_of"]
 
 
 class Raises(torch.autograd.Function):
@@ -39,11 +39,12 @@ class DistributedTraining(Training):
     """
 
     def __init__(self, program: Program) -> None:
-        self._group = _group(program)
+        self._group = group_of(program)
         self._num_ranks = program.ranks
-        super().__init__(program, [mpisgd.rank()], self._weight_of(program))
+        super().__init__(program, [mpisgd.rank()], self.weight_of(program))
 
-    def _weight_of(self, program: Program) -> float:
+    def weight_of(self, program: Program) -> float:
+        """Return what the loss of each rank counts, of which gradients are the mean or the sum."""
         return 1.0 if program.optimizers[0].sums else float(self._num_ranks)
 
     @property
@@ -147,7 +148,7 @@ class DistributedTraining(Training):
         everyones: list[Any] = [None] * mpisgd.size()
         mpisgd.all_gather_object(everyones, (states, self.scaler and self.scaler.state_dict()))
         before, self._num_ranks = self._num_ranks, event.ranks
-        self.weight = self._weight_of(self.program)
+        self.weight = self.weight_of(self.program)
         self._group = mpisgd.new_group(range(event.ranks))
         if self.takes_part:
             taken, scale = everyones[mpisgd.rank() if mpisgd.rank() < before else 0]
@@ -180,7 +181,7 @@ class DistributedTraining(Training):
                 param.copy_(value)
 
 
-def _group(program: Program) -> mpisgd.Group | None:
+def group_of(program: Program) -> mpisgd.Group | None:
     """Return the group of those that train, None where that is the job. Collective."""
     if program.group == "world":
         return None

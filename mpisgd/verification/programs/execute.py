@@ -6,19 +6,31 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mpisgd.verification.programs import program as events
-from mpisgd.verification.programs.by_paper import ByPaper
 from mpisgd.verification.programs.distributed_training import DistributedTraining
+from mpisgd.verification.programs.model import Model
 from mpisgd.verification.programs.program import ONE_BIT, Program
 from mpisgd.verification.programs.serial_definition import definition_of
 from mpisgd.verification.programs.training import Training
 
-__all__ = ["Failure", "Run", "digest", "execute", "has_reference", "state_digest"]
+__all__ = [
+    "CHANGING",
+    "Failure",
+    "Joined",
+    "Run",
+    "Steps",
+    "copies",
+    "digest",
+    "execute",
+    "has_reference",
+    "run_events",
+    "state_digest",
+]
 
 CHANGING = (
     events.Step,
@@ -66,6 +78,22 @@ class Run:
     failure: Failure | None = None
 
 
+class Steps(Protocol):
+    """Carries out events; see `Training`."""
+
+    model: Model
+
+    @property
+    def takes_part(self) -> bool:
+        """See `Training`."""
+
+    def do(self, event: events.Event) -> None:
+        """See `Training`."""
+
+    def states(self) -> list[dict[str, Any]]:
+        """See `Training`."""
+
+
 def execute(program: Program, distributed: bool, rank: int = 0) -> Run:
     """Run a program.
 
@@ -76,10 +104,10 @@ def execute(program: Program, distributed: bool, rank: int = 0) -> Run:
         rank: whose model the reference is of, where the ranks have models of their own.
     """
     if distributed:
-        return _run(program, lambda: DistributedTraining(program))
+        return run_events(program, lambda: DistributedTraining(program))
     if (definition := definition_of(program)) is not None:
-        return _run(program, lambda: definition(program, rank))
-    return _run(program, lambda: _Joined(program))
+        return run_events(program, lambda: definition(program, rank))
+    return run_events(program, lambda: Joined(program))
 
 
 def has_reference(program: Program) -> bool:
@@ -102,7 +130,8 @@ def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
     return is_plain and is_synchronous and optimizer.option("op") != "mpisgd.Adasum"
 
 
-def _run(program: Program, begin: Callable[[], Training | ByPaper]) -> Run:
+def run_events(program: Program, begin: Callable[[], Steps]) -> Run:
+    """Let what `begin` makes carry out a program's events; return what came out."""
     run, event = Run(), -1
     try:
         training = begin()
@@ -118,7 +147,7 @@ def _run(program: Program, begin: Callable[[], Training | ByPaper]) -> Run:
     return run
 
 
-class _Joined(Training):
+class Joined(Training):
     """One process that has the losses of all ranks."""
 
     def __init__(self, program: Program) -> None:

@@ -16,10 +16,12 @@ __all__ = [
     "Backward",
     "Broadcast",
     "Clip",
+    "Commit",
     "Convert",
     "Event",
     "FailedBackward",
     "Layer",
+    "Lose",
     "Optimizer",
     "Program",
     "Reload",
@@ -216,6 +218,24 @@ class Convert:
     channels_last: bool = False
 
 
+@dataclass(frozen=True)
+class Commit:
+    """A commit of elastic training, to which ranks go back where some are lost."""
+
+
+@dataclass(frozen=True)
+class Lose:
+    """A loss of ranks, all at once; the others go on from a commit.
+
+    Attributes:
+        ranks: which, as they were numbered at the beginning.
+        waits: how many waits and messages the first of them comes to before.
+    """
+
+    ranks: tuple[int, ...]
+    waits: int = 0
+
+
 Event = (
     Backward
     | FailedBackward
@@ -229,6 +249,8 @@ Event = (
     | SetRate
     | Broadcast
     | Convert
+    | Commit
+    | Lose
 )
 
 
@@ -263,6 +285,11 @@ class Program:
     def is_resized(self) -> bool:
         """Whether the number of ranks changes."""
         return any(isinstance(event, Reload) and event.ranks for event in self.events)
+
+    @property
+    def loses(self) -> bool:
+        """Whether ranks are lost."""
+        return any(isinstance(event, Lose) for event in self.events)
 
 
 def parse(text: str) -> Program:

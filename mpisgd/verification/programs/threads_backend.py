@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,6 +13,8 @@ import mpisgd
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.program import Program
+from mpisgd.verification.programs.surviving import Survived, survive
+from mpisgd.verification.programs.try_losses import conclude_after_losses, differing, hosts_of
 from mpisgd.verification.programs.try_out import conclude, reference_of, see
 
 __all__ = ["ThreadsBackend"]
@@ -18,6 +22,7 @@ __all__ = ["ThreadsBackend"]
 OPERATION_LIMIT_S = 60.0  # simulated
 PROGRAM_LIMIT_S = 120.0  # real: the machine may have other things to do
 COLLECT_EVERY = 20  # programs
+ANOTHER_ORDER_EVERY = 3  # of those with losses
 
 
 class ThreadsBackend:
@@ -35,24 +40,49 @@ class ThreadsBackend:
             gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            references = [reference_of(program, rank) for rank in range(program.ranks)]
             try:
-                outcomes = run_ranks(
-                    program.ranks,
-                    lambda: see(program, references[mpisgd.rank()]),
-                    seed=program.seed,
-                    ranks_per_host=_division(program),
-                    timeout_s=OPERATION_LIMIT_S,
-                    limit_s=PROGRAM_LIMIT_S,
-                )
+                return self._with_losses(program) if program.loses else self._without(program)
             except RankFailed as exc:
                 return Verdict(f"crash {type(exc.__cause__).__name__}", str(exc))
             except TimeoutError as exc:
                 return Verdict("hang", str(exc))
-        return conclude(program, outcomes)
+
+    def _without(self, program: Program) -> Verdict:
+        references = [reference_of(program, rank) for rank in range(program.ranks)]
+        return conclude(program, _run(program, lambda: see(program, references[mpisgd.rank()])))
+
+    def _with_losses(self, program: Program) -> Verdict:
+        outcomes, seen = _survivors(program, program.seed)
+        verdict = conclude_after_losses(program, outcomes, seen)
+        if verdict.is_fault or program.seed % ANOTHER_ORDER_EVERY:
+            return verdict
+        outcomes, others = _survivors(program, program.seed + 1)
+        again = conclude_after_losses(program, outcomes, others)
+        if text := differing(seen, verdict, others, again):
+            return Verdict("variant", text)
+        return verdict
 
 
-def _division(program: Program) -> tuple[int, ...]:
-    """Return how many ranks each host has; () if there is one."""
-    ranks, each = program.ranks, program.ranks_per_host
-    return tuple(min(each, ranks - first) for first in range(0, ranks, each)) if each else ()
+def _survivors(program: Program, seed: int) -> tuple[list[Any], dict[int, Survived]]:
+    """Return what each rank returns, and what those have seen that have come to their end."""
+    seen: dict[int, Survived] = {}
+
+    def body() -> None:
+        me = mpisgd.rank()  # as numbered at the beginning
+        seen[me] = survive(program)
+
+    return _run(program, body, seed=seed, losses=()), seen
+
+
+def _run(
+    program: Program, body: Callable[[], Any], *, seed: int | None = None, losses: tuple[()] | None = None
+) -> list[Any]:
+    return run_ranks(
+        program.ranks,
+        body,
+        seed=program.seed if seed is None else seed,
+        ranks_per_host=tuple(map(len, hosts_of(program))),
+        timeout_s=OPERATION_LIMIT_S,
+        limit_s=PROGRAM_LIMIT_S,
+        losses=losses,
+    )

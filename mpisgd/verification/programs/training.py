@@ -41,10 +41,7 @@ class Training:
         self.program = program
         self.model = Model(program)
         self.ranks, self.weight = ranks, weight
-        # A power of two, which halves where gradients overflow, so that scaling rounds nothing.
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10_000)
-        scaler.scale(torch.zeros(()))  # else a rank without a backward does not know the scale
-        self.scaler = scaler if program.scaler else None
+        self.scaler = _scaler() if program.scaler else None
         self._groups = [initial_groups(program, optimizer) for optimizer in program.optimizers]
         self.optimizers: list[Any] = [self.make(place) for place in range(len(program.optimizers))]
 
@@ -220,6 +217,18 @@ class Training:
         """Go on with the losses of so many ranks."""
         self.ranks = range(num_ranks)
 
+    def shrink(self, left: Collection[int]) -> None:
+        """Go on without gradients, and with the losses of these ranks: the others were lost."""
+        self.ranks = left
+        self.zero_grad(events.ZeroGrad())
+        self.renew_scaler()
+
+    def renew_scaler(self) -> None:
+        """Make a scaler with the scale of the former one, which may be in the middle of a step."""
+        if self.scaler is not None:
+            former, self.scaler = self.scaler, _scaler()
+            self.scaler.load_state_dict(former.state_dict())
+
     def take_over(self, states: Sequence[dict[str, Any]]) -> None:
         """Make new optimizers, which load these states."""
         self.optimizers = [self.make(place) for place in range(len(states))]
@@ -230,6 +239,13 @@ class Training:
     def states(self) -> list[dict[str, Any]]:
         """Return the state dicts of the optimizers."""
         return [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
+
+
+def _scaler() -> torch.amp.GradScaler:
+    # A power of two, which halves where gradients overflow, so that scaling rounds nothing.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10_000)
+    scaler.scale(torch.zeros(()))  # else a rank without a backward does not know the scale
+    return scaler
 
 
 def initial_groups(program: Program, optimizer: Optimizer) -> list[tuple[tuple[int, ...], float]]:
