@@ -20,6 +20,7 @@ from mpisgd.config import is_launched
 if TYPE_CHECKING:
     from mpisgd.verification.cell import Cell
     from mpisgd.verification.matrix import Plan
+    from mpisgd.verification.method_matrix import Tried
 
 __all__ = ["verify"]
 
@@ -54,7 +55,9 @@ def verify(
     losing: Annotated[str, typer.Option(hidden=True)] = "",
     beyond: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
-    """Compare every mode of training with one process on the joined batch, or with its definition.
+    """Compare every mode of training with one process on the joined batch, or with its paper.
+
+    Then every method in every situation, on ranks that are threads; without --quick all pairs of situations.
 
     The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is.
     """
@@ -64,15 +67,39 @@ def verify(
     killed = Sabotage(losing) if losing else None
     plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
     here = is_launched()
-    found = (
-        _in_this_job(plan, cells)
-        if here
-        else _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
-    )
+    tried = [] if here else _methods(plan)
+    if not tried and not plan.modes():
+        raise mpisgd.JobError(f"--only: no mode's name contains {only!r}")
+    if here:
+        found = _in_this_job(plan, cells)
+    elif tried and not plan.modes():
+        found = []
+    else:
+        found = _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
     if cells is None and (not here or mpisgd.rank() == 0):
-        _finish(found, json_file, plot_file)
+        _finish(found, tried, json_file, plot_file)
     if cells is None and not all(cell.is_as_wanted for cell in found):
         raise typer.Exit(1)
+    if any(each.is_fault for each in tried):
+        raise typer.Exit(1)
+
+
+def _methods(plan: "Plan") -> "list[Tried]":
+    """Try methods in situations, on ranks that are threads, and show how far that is."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from mpisgd.verification.run_matrix import run_matrix
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("methods x situations", total=None)
+        return run_matrix(
+            lambda done, total: progress.update(task, completed=done, total=total),
+            quick=plan.quick,
+            sabotage=plan.sabotage,
+            only=plan.only,
+        )
 
 
 def _in_this_job(plan: "Plan", path: Path | None) -> "list[Cell]":
@@ -140,18 +167,23 @@ def _live(found: "Sequence[Cell]") -> "Iterator[Callable[..., None]]":
         yield show
 
 
-def _finish(found: "Sequence[Cell]", json_file: Path | None, plot_file: Path | None) -> None:
+def _finish(
+    found: "Sequence[Cell]", tried: "Sequence[Tried]", json_file: Path | None, plot_file: Path | None
+) -> None:
     """Print the table and what is wrong; write the files."""
     from rich.console import Console
 
     from mpisgd.verification.report import draw, summary_of, table_of
+    from mpisgd.verification.run_matrix import summary_of_matrix
 
-    Console(width=None if Console().is_terminal else WIDTH).print(table_of(found))
-    for line in summary_of(found):
+    if found:
+        Console(width=None if Console().is_terminal else WIDTH).print(table_of(found))
+    for line in [*(summary_of_matrix(tried) if tried else []), *(summary_of(found) if found else [])]:
         typer.echo(line)
     try:
         if json_file is not None:
             record = {"kind": "verify", **provenance(), "cells": [cell._asdict() for cell in found]}
+            record["methods"] = [each._asdict() for each in tried]
             json_file.write_text(json.dumps(record, indent=1) + "\n")
         if plot_file is not None:
             draw(found, plot_file)

@@ -1,17 +1,19 @@
 """Methods x situations: programs that cover the product, and what became of each.
 
-    one method:    every situation alone      -> allowed, refused with a reason, impossible, or a fault
-                   then every pair of those that are allowed, up to `PACK` of them in one program
+    `alone_in`      every situation alone: allowed, refused with a reason, impossible, or a fault
+    `pairs_of`      every pair of those that are allowed, up to `PACK` situations in one program
+    `packed`        every situation that is not refused, in as few programs as that takes: the quick form
 
 A program with several situations that ends as it must has all of its pairs. One that does not is tried again
-pair by pair. Which ranks and hosts a program has goes round `DIVISIONS`, so that each situation meets each.
+in parts. Which ranks and hosts a program has goes round `DIVISIONS`, so that each situation meets each.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,11 +27,10 @@ from mpisgd.verification.programs.execute import has_reference
 from mpisgd.verification.programs.program import Optimizer, Program
 from mpisgd.verification.situations import SITUATIONS, Situation, compose, plain_program
 
-__all__ = ["DIVISIONS", "PLAIN", "Row", "Tried", "pairs_of", "rows", "singles_of"]
+__all__ = ["DIVISIONS", "Row", "Tried", "alone_in", "packed", "pairs_of", "rows"]
 
 DIVISIONS = ((3, 0), (2, 0), (4, 2), (3, 1), (4, 0), (2, 1), (3, 2), (1, 0))  # ranks, and those of each host
 PACK = 5  # situations in one program, at most
-PLAIN = "plain"  # a program in which nothing happens
 MOMENTUM = (("lr", 0.25), ("momentum", 0.5))
 ONE_BIT = (
     Optimizer("OneBitAdam", (("lr", 0.01), ("freeze_step", 2))),
@@ -72,10 +73,12 @@ class Tried(NamedTuple):
     Attributes:
         method: its name.
         situations: their names; none in a plain program.
-        kind: "ok", "refused", "impossible": no program can do that; else what is wrong, as in `Verdict`.
+        kind: "ok", "refused", "impossible": no program can do that; else what is wrong, as in `Verdict`, or
+            "missed", where it was broken on purpose and nothing differed.
         text: why.
         has_reference: whether it was compared with one process or a paper, and not with itself alone.
         program: which was run, in a form that `parse` reads; "" if none.
+        sabotage: how it was broken on purpose.
     """
 
     method: str
@@ -84,6 +87,7 @@ class Tried(NamedTuple):
     text: str = ""
     has_reference: bool = False
     program: str = ""
+    sabotage: str = ""
 
     @property
     def is_fault(self) -> bool:
@@ -127,7 +131,7 @@ def _per_parameter(row: Row) -> Row:
     return row._replace(optimizer=replace(row.optimizer, options=options))
 
 
-def singles_of(row: Row, first: int, run: Run) -> Iterator[Tried]:
+def alone_in(row: Row, first: int, run: Run) -> Iterator[Tried]:
     """Try a method in no situation, and in each alone.
 
     Args:
@@ -144,7 +148,7 @@ def pairs_of(row: Row, singles: Sequence[Tried], first: int, run: Run) -> Iterat
 
     Args:
         row: the method.
-        singles: what `singles_of` found.
+        singles: what `alone_in` found.
         first: see there.
         run: runs a program.
     """
@@ -154,7 +158,7 @@ def pairs_of(row: Row, singles: Sequence[Tried], first: int, run: Run) -> Iterat
     while left:
         seed = min(left, key=lambda pair: (list(SITUATIONS).index(pair[0]), list(SITUATIONS).index(pair[1])))
         number += 1
-        pack = _grown(row, [SITUATIONS[name] for name in seed], allowed, left, number)
+        pack = _grown(row, [SITUATIONS[name] for name in seed], allowed, number, run, left)
         covered = {pair for pair in itertools.combinations([each.name for each in pack], 2) if pair in left}
         left -= covered
         tried = _try(row, pack, number, run)
@@ -164,33 +168,69 @@ def pairs_of(row: Row, singles: Sequence[Tried], first: int, run: Run) -> Iterat
                 yield _try(row, [SITUATIONS[name] for name in pair], number, run)
 
 
+def packed(row: Row, number: int, run: Run) -> Iterator[Tried]:
+    """Try a method in every situation once, several at once; those that are refused in no program.
+
+    Args:
+        row: the method.
+        number: draws which situations come together, another one for each method.
+        run: runs a program.
+    """
+    left = list(SITUATIONS.values())
+    random.Random(number).shuffle(left)
+    yield _try(row, (), number, run)
+    while left:
+        first = left.pop(0)
+        number += 1
+        alone, why = _program(row, [first], number)
+        if alone is None:
+            yield Tried(row.name, (first.name,), "impossible", why)
+            continue
+        made = run(replace(alone, events=()))
+        if made.kind == "refused":
+            yield Tried(row.name, (first.name,), made.kind, made.text, program=repr(alone))
+            continue
+        pack = _grown(row, [first], left, number, run)
+        left = [situation for situation in left if situation not in pack]
+        tried = _try(row, pack, number, run)
+        yield tried
+        if len(pack) > 1 and tried.kind != "ok":
+            yield from (_try(row, [situation], number, run) for situation in pack)
+
+
 def _grown(
     row: Row,
-    pack: list[Situation],
-    allowed: Sequence[Situation],
-    left: set[tuple[str, str]],
+    pack: Sequence[Situation],
+    others: Sequence[Situation],
     number: int,
+    run: Run,
+    left: Collection[tuple[str, str]] | None = None,
 ) -> list[Situation]:
-    """Return a pack with more situations, each of which brings pairs that are left, by the table."""
-    order = list(SITUATIONS)
-    reference, _ = _program(row, pack, number)
-    if reference is None:
-        return pack
-    is_compared = has_reference(reference)
-    for situation in allowed:
-        if len(pack) == PACK:
+    """Return a pack with more situations, that can be and can still be compared as without them.
+
+    Args:
+        row: the method.
+        pack: what is in it.
+        others: what may be added.
+        number: see `packed`.
+        run: runs a program: with no events, to see whether it is refused.
+        left: pairs that are to be covered, of which a situation must bring one with each in the pack; None:
+            whatever can be is added.
+    """
+    grown, order = list(pack), list(SITUATIONS)
+    for situation in others:
+        if len(grown) == PACK:
             break
-        if situation in pack:
+        pairs = {tuple(sorted((each.name, situation.name), key=order.index)) for each in grown}
+        if situation in grown or (left is not None and not pairs <= {*left}):
             continue
-        grown = sorted([*pack, situation], key=lambda each: order.index(each.name))
-        brings = sum(pair in left for pair in itertools.combinations([each.name for each in grown], 2))
-        before = sum(pair in left for pair in itertools.combinations([each.name for each in pack], 2))
-        if brings < before + len(pack):
+        before, _ = _program(row, grown, number)
+        after, _ = _program(row, [*grown, situation], number)
+        if before is None or after is None or has_reference(before) != has_reference(after):
             continue
-        program, _ = _program(row, grown, number)
-        if program is not None and has_reference(program) == is_compared:
-            pack = grown
-    return pack
+        if left is not None or run(replace(after, events=())).kind == "ok":
+            grown.append(situation)
+    return sorted(grown, key=lambda each: order.index(each.name))
 
 
 def _program(row: Row, situations: Sequence[Situation], number: int) -> tuple[Program | None, str]:

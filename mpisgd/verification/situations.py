@@ -187,7 +187,10 @@ def _two_halves(program: Program) -> Program:
 def _same_twice(program: Program) -> Program | None:
     if len(program.optimizers) > 1:
         return None
-    return replace(program, optimizers=program.optimizers * 2)
+    (first,) = program.optimizers
+    # The parameters may differ by rank when the second one begins.
+    second = replace(first, options=(*first.options, ("check_start", "False")))
+    return replace(program, optimizers=(first, second))
 
 
 def _sparse(program: Program) -> Program | None:

@@ -1,8 +1,8 @@
 """`Member`: what gloo is to the simulated NCCL, where the ranks are threads of one process.
 
 gloo connects ranks while the host waits, and lets nobody else run meanwhile. Here each rank brings its
-tensors to a round, and whoever comes last computes for all. Rounds in which the ranks bring different things never
-end, as NCCL's.
+tensors to a round, and whoever comes last computes for all. Rounds in which the ranks bring different
+things never end, as NCCL's.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A collective is a kernel on a stream of NCCL's own, behind what the current stream had to do. It begins when
 the stream comes to it, ends when those of all other ranks have come, and never if one does not come. The host
 learns nothing of that but by events. gloo carries the data, or meeting.py where ranks are threads. What
-follows torch: `wait()` lets the current stream wait, a future is complete at the launch and carries NCCL's stream, tensors are kept until `wait()`,
-and the watchdog ends what has lasted too long as TORCH_NCCL_ASYNC_ERROR_HANDLING says, by default with the
-process.
+follows torch: `wait()` lets the current stream wait, a future is complete at the launch and carries NCCL's
+stream, tensors are kept until `wait()`, and the watchdog ends what has lasted too long as
+TORCH_NCCL_ASYNC_ERROR_HANDLING says, by default with the process.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ __all__ = ["Outcome", "Verdict", "judge", "observe"]
 # DESIGN.md.
 DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9, "LBFGS": 1e-7}
 OTHER_DRIFT = 1e-9
-SINGLE_DRIFT = 1e-5  # what it makes in float32, which has 29 bits less
+SINGLE_DRIFT = 1e-5  # where the loss has parts in float32, which has 29 bits less
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
 
 
@@ -113,7 +113,8 @@ def drift(program: Program) -> float:
     """Return by how much values may differ, relative to 1 and to themselves."""
     if program.exact and not rounds(program):
         return 0.0
-    return max(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers)
+    has_single = any(layer.dtype == "float32" for layer in program.layers)
+    return max(SINGLE_DRIFT * has_single, *(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers))
 
 
 def _state_off(mine: dict[int, Any], right: dict[int, Any], allowed: float) -> str:
@@ -144,8 +145,6 @@ def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
         return f"has the dtype {mine.dtype}, not {right.dtype}"
     if torch.equal(mine, right):
         return ""
-    if right.dtype is torch.float32 and allowed:
-        allowed = max(allowed, SINGLE_DRIFT)
     mine, right = mine.double(), right.double()
     distance = (mine - right).abs()
     limit = allowed * (1 + right.abs())

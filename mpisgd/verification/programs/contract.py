@@ -119,13 +119,24 @@ def may_be_refused(program: Program) -> bool:
     """Return whether mpisgd says that this program must not do what it does, in the middle of it.
 
     Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
-    optimizer only, or to None. Parameters whose first gradient comes late are refused by 1-bit optimizers.
+    optimizer only, or to None. Nobody else may read gradients that are divided. Parameters whose first gradient comes late are refused by 1-bit optimizers.
     """
     walk = _begin(program)
     for event in program.events:
         _after(walk, event)
     is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
-    return is_one_bit or (walk.adds and _reduce_once(program))
+    return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
+
+
+def _reads_divided(program: Program) -> bool:
+    """Return whether gradients may be read that are divided among ranks: by torch, or by a second optimizer."""
+    if not any(o.option("share_parameters") or "Sharded" in o.option("strategy") for o in program.optimizers):
+        return False
+    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
+    by_others = any(
+        isinstance(event, Clip) and (event.by_torch or event.by_value) for event in program.events
+    )
+    return by_others or len({*layers}) < len(layers)
 
 
 def _begin(program: Program) -> _Walk:

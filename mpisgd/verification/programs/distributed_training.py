@@ -39,9 +39,13 @@ class DistributedTraining(Training):
     """
 
     def __init__(self, program: Program) -> None:
-        self._group = group_of(program)
-        self._num_ranks = program.ranks
+        self.program, self._num_ranks = program, program.ranks
+        self._group = self.make_group()
         super().__init__(program, [mpisgd.rank()], self.weight_of(program))
+
+    def make_group(self) -> mpisgd.Group | None:
+        """Return the group of those that train, None where that is the job. Collective."""
+        return group_of(self.program)
 
     def weight_of(self, program: Program) -> float:
         """Return what the loss of each rank counts, of which gradients are the mean or the sum."""

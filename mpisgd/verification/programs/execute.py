@@ -15,8 +15,10 @@ from mpisgd.verification.programs import program as events
 from mpisgd.verification.programs.distributed_training import DistributedTraining
 from mpisgd.verification.programs.model import Model
 from mpisgd.verification.programs.program import ONE_BIT, Program
+from mpisgd.verification.programs.sabotaged import SabotagedTraining
 from mpisgd.verification.programs.serial_definition import definition_of
 from mpisgd.verification.programs.training import Training
+from mpisgd.verification.sabotage import Sabotage
 
 __all__ = [
     "CHANGING",
@@ -94,7 +96,7 @@ class Steps(Protocol):
         """See `Training`."""
 
 
-def execute(program: Program, distributed: bool, rank: int = 0) -> Run:
+def execute(program: Program, distributed: bool, rank: int = 0, sabotage: Sabotage = Sabotage.NONE) -> Run:
     """Run a program.
 
     Args:
@@ -102,7 +104,10 @@ def execute(program: Program, distributed: bool, rank: int = 0) -> Run:
         distributed: on this rank, together with the others, with mpisgd: collective. Else in this process
             alone, with plain torch: the reference, for those that `has_reference`.
         rank: whose model the reference is of, where the ranks have models of their own.
+        sabotage: what is broken on purpose where it is distributed.
     """
+    if sabotage is not Sabotage.NONE:
+        return run_events(program, lambda: SabotagedTraining(program, sabotage))
     if distributed:
         return run_events(program, lambda: DistributedTraining(program))
     if (definition := definition_of(program)) is not None:

@@ -16,6 +16,7 @@ from mpisgd.verification.programs.program import Program
 from mpisgd.verification.programs.surviving import Survived, survive
 from mpisgd.verification.programs.try_losses import conclude_after_losses, differing, hosts_of
 from mpisgd.verification.programs.try_out import conclude, reference_of, see
+from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["ThreadsBackend"]
 
@@ -33,23 +34,23 @@ class ThreadsBackend:
         gc.freeze()  # a second optimizer collects what the first one has left behind, and that is all modules
         self._runs = 0
 
-    def run(self, program: Program) -> Verdict:
-        """Run a program on its ranks and return what became of it."""
+    def run(self, program: Program, sabotage: Sabotage = Sabotage.NONE) -> Verdict:
+        """Run a program on its ranks, broken on purpose or not, and return what became of it."""
         self._runs += 1
         if self._runs % COLLECT_EVERY == 0:
             gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return self._with_losses(program) if program.loses else self._without(program)
+                return self._with_losses(program) if program.loses else self._without(program, sabotage)
             except RankFailed as exc:
                 return Verdict(f"crash {type(exc.__cause__).__name__}", str(exc))
             except TimeoutError as exc:
                 return Verdict("hang", str(exc))
 
-    def _without(self, program: Program) -> Verdict:
+    def _without(self, program: Program, sabotage: Sabotage) -> Verdict:
         references = [reference_of(program, rank) for rank in range(program.ranks)]
-        return conclude(program, _run(program, lambda: see(program, references[mpisgd.rank()])))
+        return conclude(program, _run(program, lambda: see(program, references[mpisgd.rank()], sabotage)))
 
     def _with_losses(self, program: Program) -> Verdict:
         outcomes, seen = _survivors(program, program.seed)

@@ -10,6 +10,7 @@ from mpisgd.verification.programs.contract import may_be_refused
 from mpisgd.verification.programs.execute import Run, execute, has_reference
 from mpisgd.verification.programs.program import Program
 from mpisgd.verification.programs.variants import ranks_agree, variants
+from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["conclude", "reference_of", "see", "try_out"]
 
@@ -39,14 +40,15 @@ def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
     return judge(outcomes, ranks_agree=ranks_agree(program), may_be_refused=may_be_refused(program))
 
 
-def see(program: Program, reference: Run | None) -> Outcome:
+def see(program: Program, reference: Run | None, sabotage: Sabotage = Sabotage.NONE) -> Outcome:
     """Run a program and, where that says more, its variants; return what this rank has seen. Collective.
 
     Without a reference the variants are all there is to compare with.
     """
-    run = execute(program, True)
+    run = execute(program, True, sabotage=sabotage)
     others: list[tuple[str, Run]] = []
-    if run.failure is None and (reference is None or program.seed % VARIANTS_EVERY == 0):
+    says_more = reference is None or program.seed % VARIANTS_EVERY == 0
+    if run.failure is None and says_more and sabotage is Sabotage.NONE:
         for name, variant in variants(program):
             others.append((name, execute(variant, True)))
             if others[-1][1].failure is not None:
