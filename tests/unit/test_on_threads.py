@@ -33,7 +33,7 @@ def selection(stage: run_tests.Stage) -> str:
 @pytest.mark.parametrize("long", [False, True])
 def test_what_mpirun_leaves_out_runs_on_threads(long):
     stages = run_tests.plan(long=long)
-    (threads,) = [stage for stage in stages if "--threads" in stage.options]
+    (threads,) = [stage for stage in stages if stage.name == "threads 3"]
     assert selection(threads).startswith("on_threads")
     several = [stage for stage in stages if stage.paths == ("tests/mpi",) and stage.size > 1]
     assert all(("not on_threads" in selection(stage)) != long for stage in several)
