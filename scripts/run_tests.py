@@ -178,9 +178,7 @@ def plan(
     if not quick:
         stages += [Stage("cluster", ("tests/cluster",)), Stage("faults", ("tests/faults",))]
         stages += [Stage("messages 3", SHORT_SET, 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]
-        fewer = () if long else ("-k", "float64 or bfloat16 or no_name")
-        stages += [Stage("algorithms 5", (ALGORITHM_TESTS,), 5)]
-        stages += [Stage("algorithms 8", (ALGORITHM_TESTS,), 8, options=fewer)]
+        stages += [algorithms_stage(size, long=long) for size in (5, 8)]
         if mpi != "none":  # three ranks: no power of two
             stages += [Stage(f"{mpi} 3", ("tests/mpi",) if long else SHORT_SET, 3, f".venv-{mpi}")]
         if big:
@@ -226,6 +224,13 @@ def gpu_stages(*, gpu: bool, long: bool) -> list[Stage]:
         Stage("gpu 2 staged", folder, 2, options=(*said, *selected), settings=staged),
         Stage("gpu threads 3", folder, options=("--threads", "3", "-m", on_threads(long=long))),
     ]
+
+
+def algorithms_stage(size: int, *, long: bool) -> Stage:
+    """The stage of the algorithms at `size` ranks, threads of a process; three and four are under mpirun."""
+    fewer = ("-k", "float64 or bfloat16 or no_name") if size > 5 and not long else ()
+    threads = () if long else ("--threads", str(size))
+    return Stage(f"algorithms {size}", (ALGORITHM_TESTS,), size if long else 0, options=(*fewer, *threads))
 
 
 def can_simulate_gpus() -> bool:

@@ -119,7 +119,8 @@ def may_be_refused(program: Program) -> bool:
     """Return whether mpisgd says that this program must not do what it does, in the middle of it.
 
     Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
-    optimizer only, or to None. Nobody else may read gradients that are divided. Parameters whose first gradient comes late are refused by 1-bit optimizers.
+    optimizer only, or to None. Nobody else may read gradients that are divided. Parameters whose first
+    gradient comes late are refused by 1-bit optimizers.
     """
     walk = _begin(program)
     for event in program.events:
@@ -129,7 +130,7 @@ def may_be_refused(program: Program) -> bool:
 
 
 def _reads_divided(program: Program) -> bool:
-    """Return whether gradients may be read that are divided among ranks: by torch, or by a second optimizer."""
+    """Return whether torch, or a second optimizer, reads gradients that are divided among ranks."""
     if not any(o.option("share_parameters") or "Sharded" in o.option("strategy") for o in program.optimizers):
         return False
     layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]

@@ -7,6 +7,7 @@ import zlib
 import pytest
 import torch
 from closed_form import assert_equal, assert_near, combined, given, ops_of
+from ranks_as_threads import PerRank
 from verdicts import same_on_all_ranks
 
 import mpisgd
@@ -22,9 +23,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:all_reduce in group:RuntimeWarni
 
 
 @pytest.fixture(scope="module")
-def alone(job) -> mpisgd.Group:
+def alone(job, request) -> mpisgd.Group | PerRank:
     """A group of this rank."""
-    return [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
+
+    def make() -> mpisgd.Group:
+        return [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
+
+    return PerRank(make) if request.config.getoption("--threads") else make()
 
 
 def sizes(n: int) -> list[int]:
