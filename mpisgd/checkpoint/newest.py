@@ -40,11 +40,15 @@ def newest_seen(group: Group, kind: str, folder: Path) -> list[Seen] | None:
     step = -1
     if where.local_rank == 0:
         try:
-            step = max(map(files.step_of, files.checkpoints_in(folder)), default=-1)
+            step = _newest_step(folder)
         except OSError:
             step = -1  # the root says what is wrong
     seen = Seen(where.hostnames[where.node_rank], step)
     return gather_at_root(group, Operation(kind, root=ROOT, extra="newest"), seen)
+
+
+def _newest_step(folder: Path) -> int:
+    return max(map(files.step_of, files.checkpoints_in(folder)), default=-1)
 
 
 def read_whole(path: Path, objects: Collection[str], empty: Allocate | None) -> Found:
@@ -98,6 +102,8 @@ def newest_intact(
 
 def _check_shared(folder: Path, seen: list[Seen]) -> None:
     here, newest = seen[ROOT], max(seen, key=lambda one: one.step)
+    if newest.step > here.step:  # or it was written after this rank had looked, and before another one did
+        here = here._replace(step=_newest_step(folder))
     if newest.step > here.step:
         ours = f"none newer than step {here.step}" if here.step >= 0 else "none"
         raise CheckpointError(

@@ -148,6 +148,8 @@ class State:
             self._replicas.restore(number, self._per_rank())
         for callback in self._callbacks:
             callback()
+        for handler in self._handlers.values():
+            handler.end_reset()
         if number:
             self._commit(number + 1)
         else:

@@ -44,6 +44,9 @@ class StateHandler:
     def reset(self) -> None:
         """Adapt the value to the present number of ranks, if it depends on it."""
 
+    def end_reset(self) -> None:
+        """Do what can be done only when the program's reset callbacks have made its groups again. Collective."""
+
     def sync(self) -> None:
         """Broadcast the value of rank 0. Collective."""
         self.value = broadcast_object(self.value)
@@ -118,9 +121,17 @@ class _ShardsHandler(_OptimizerHandler):
     def __init__(self, value: DistributedOptimizer) -> None:
         super().__init__(value)
         self.per_rank = PerRank(value.shard_state_dict, self._take)
+        self._shards: list[Any] = []  # which a group of its own is to divide anew, that is not there yet
 
     def _take(self, shards: Mapping[int, Any]) -> None:
-        self.value.load_shard_state_dicts(list(shards.values()))
+        self._shards = list(shards.values())
+        if self.value.spans_job:
+            self.end_reset()
+
+    def end_reset(self) -> None:
+        if self._shards:
+            self.value.load_shard_state_dicts(self._shards)
+            self._shards = []
 
     def save(self, into: Any) -> Any:
         return copy_tree(self.value.shard_state_dict()["param_groups"])

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mpisgd.verification.programs.program import (
-    ONE_BIT,
     AddGroup,
     Backward,
     Broadcast,
@@ -160,7 +159,7 @@ def _with_optimizer(name: str, **settings: object) -> Change:
     """Train by another of torch's optimizers, whose steps are not exact."""
 
     def changed(program: Program) -> Program | None:
-        if any(each.name in ONE_BIT for each in program.optimizers):
+        if any(each.name != "SGD" for each in program.optimizers):
             return None
         others = [replace(each, name=name, settings=tuple(settings.items())) for each in program.optimizers]
         return replace(program, optimizers=tuple(others), exact=False)

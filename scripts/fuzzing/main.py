@@ -125,6 +125,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--programs", type=int, default=100, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one; the next ones count on")
     parser.add_argument("--schedules", type=int, help="instead, so many of the engine; see schedules.py")
+    parser.add_argument(
+        "--disk-faults", action="store_true", help="in each of the schedules; by default in some"
+    )
     parser.add_argument("--only", type=int, help="run the program of this seed alone")
     parser.add_argument("--text", help="run the program of this text, as it is printed after a shrunk one")
     parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 4, drawn")
@@ -145,7 +148,8 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(words)
     if chosen.schedules:
-        return int(run_schedules(range(chosen.seed, chosen.seed + chosen.schedules)) > 0)
+        scheduled = range(chosen.seed, chosen.seed + chosen.schedules)
+        return int(run_schedules(scheduled, writes=chosen.disk_faults) > 0)
     seeds = range(chosen.seed, chosen.seed + chosen.programs)
     if chosen.only is not None:
         seeds = range(chosen.only, chosen.only + 1)

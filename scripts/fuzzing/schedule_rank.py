@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import mpisgd
-from fuzzing.schedule import WORLD, Act, Schedule
+from fuzzing.schedule import DISK_KINDS, WORLD, Act, Schedule
+from fuzzing.schedule_disk import Disk, RankDisk
 from mpisgd import elastic
 from mpisgd.job.groups import close_group
 from mpisgd.threads import scheduling
@@ -21,13 +22,17 @@ DONE = "done"
 ENDS = "ends"  # as too few are left
 
 
-def run_schedule(schedule: Schedule) -> str:
+def run_schedule(schedule: Schedule, disk: Disk | None = None) -> str:
     """Do a schedule, on each rank; return DONE, or ENDS where the others may be alive and more.
+
+    Args:
+        schedule: what is done.
+        disk: where checkpoints are, if there are some.
 
     Raises:
         PeerLost: a rank was lost, and the schedule does not recover.
     """
-    rank = _Rank(schedule, random.Random(f"{schedule.seed} {mpisgd.rank()}"))
+    rank = _Rank(schedule, random.Random(f"{schedule.seed} {mpisgd.rank()}"), disk)
     if not schedule.recovers:
         rank.run()
         return DONE
@@ -48,8 +53,9 @@ def run_schedule(schedule: Schedule) -> str:
 class _Rank:
     """One rank."""
 
-    def __init__(self, schedule: Schedule, rng: random.Random) -> None:
+    def __init__(self, schedule: Schedule, rng: random.Random, disk: Disk | None) -> None:
         self._schedule = schedule
+        self._disk = None if disk is None else RankDisk(schedule, disk)
         self._rng = rng
         self._me = mpisgd.rank()
         self._groups: dict[int, Any] = {}
@@ -81,12 +87,16 @@ class _Rank:
                 self._members[act.number] = act.members
             elif act.kind == "thread" and act.group == WORLD:
                 self._thread(act, self._groups[WORLD], self._members[WORLD])
+            elif act.kind in DISK_KINDS and self._me in self._members[act.group]:
+                getattr(self._disk, act.kind)(act, self._groups[act.group])
             elif act.kind != "thread" and self._me in self._members[act.group]:
                 getattr(self, f"_{act.kind}")(act, self._groups[act.group], self._members[act.group])
             while self._open and self._rng.random() < 0.3:
                 self._open.pop(self._rng.randrange(len(self._open)))()
         while self._threads:
             self._threads.pop()()
+        if self._disk is not None and self._schedule.seed % 3:  # else it comes while something is written
+            self._disk.wait_for_all()
         if self._rng.random() < 0.7:  # else the end of the program comes with operations in flight
             while self._open:
                 self._open.pop(0)()
@@ -99,8 +109,12 @@ class _Rank:
             tensor = torch.full((3,), mpisgd.rank() + 1.0)
             mpisgd.all_reduce(tensor, group=group)
             _expect(tensor, size * (size + 1) / 2, Act("sum after a loss"))
+        if self._disk is not None:
+            self._disk.load_after_loss()
 
     def _close(self, act: Act, group: Any, members: tuple[int, ...]) -> None:
+        if self._disk is not None:
+            self._disk.wait(act.group)
         close_group(group)
 
     def _value(self, act: Act, rank: int) -> float:

@@ -9,9 +9,12 @@ is compared with what it must be; at the end nothing may be left over. Ranks are
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import re
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -19,12 +22,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mpisgd
-from fuzzing.schedule import Schedule, draw
+from fuzzing.schedule import DISK_KINDS, Schedule, draw
+from fuzzing.schedule_disk import Disk
 from fuzzing.schedule_rank import DONE, ENDS, run_schedule
 from fuzzing.schedule_shrink import python_text, shrink
 from mpisgd.elastic.recovery import has_quorum
 from mpisgd.job.threads_as_ranks import LOST, RankFailed, run_ranks
 from mpisgd.threads import wait_registry
+from mpisgd.threads.fault_points import ALLOCATE
 
 __all__ = ["LeftOver", "check", "draw", "run_schedules"]
 
@@ -36,10 +41,17 @@ SHARED_MEMORY = "/memfd:mpisgd"
 
 def check(schedule: Schedule) -> str:
     """Run a schedule; return what went wrong, its kind first, "" if nothing did."""
+    if not any(act.kind in DISK_KINDS for act in schedule.acts):
+        return _check(schedule, None)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        return _check(schedule, Disk(Path(folder)))  # which tells of each checkpoint that is not written
+
+
+def _check(schedule: Schedule, disk: Disk | None) -> str:
     try:
         outcomes = run_ranks(
             schedule.size,
-            lambda: run_schedule(schedule),
+            lambda: run_schedule(schedule, disk),
             seed=schedule.seed,
             ranks_per_host=schedule.ranks_per_host,
             limit_s=LIMIT_S,
@@ -47,6 +59,8 @@ def check(schedule: Schedule) -> str:
             num_draws=schedule.num_draws,
             faults=schedule.faults,
         )
+        if disk is not None and (said := disk.wrong()):
+            return said
     except RankFailed as exc:
         error = exc.errors[exc.rank]
         return f"{type(error).__name__}: on rank {exc.rank}: {error}"
@@ -101,14 +115,16 @@ class LeftOver(NamedTuple):
         return cls(tuple(names), maps.count(SHARED_MEMORY))
 
 
-def run_schedules(seeds: range, *, max_faults: int = 20, shrink_runs: int = 150) -> int:
-    """Run many, shrink and print those that went wrong, and return how many these were."""
+def run_schedules(seeds: range, *, writes: bool = False, max_faults: int = 20, shrink_runs: int = 150) -> int:
+    """Run many, shrink and print those that went wrong, and return how many these were; `writes`: see `draw`."""
     warnings.filterwarnings("ignore", ".*failed and nobody waited", RuntimeWarning)
     warnings.filterwarnings("ignore", ".*share a host but no memory", RuntimeWarning)
+    num_disk_faults = 0
     began_s, wrong, num_losses, before = time.monotonic(), 0, 0, LeftOver.now()
     for seed in seeds:
-        schedule = draw(seed)
+        schedule = draw(seed, writes=writes)
         num_losses += schedule.loss is not None
+        num_disk_faults += any(fault.kind != ALLOCATE for fault in schedule.faults)
         said = check(schedule)
         if not said and (seed + 1) % LOOK_EVERY == 0 and (now := LeftOver.now()) != before:
             said, before = f"left over since seed {max(seeds[0], seed + 1 - LOOK_EVERY)}: {now}", now
@@ -123,7 +139,7 @@ def run_schedules(seeds: range, *, max_faults: int = 20, shrink_runs: int = 150)
     took_s = time.monotonic() - began_s
     rate = len(seeds) / took_s
     print(
-        f"{len(seeds)} schedules, {num_losses} with a loss, in {took_s:.1f} s, {rate:.1f} per second; "
+        f"{len(seeds)} schedules, {num_losses} with a loss, {num_disk_faults} with a disk that fails, in {took_s:.1f} s, {rate:.1f} per second; "
         f"{wrong} failed",
         file=sys.stdout,
     )

@@ -100,7 +100,7 @@ class _ElasticTraining(DistributedTraining):
         """Make a group of its own for those that are left."""
         if self._group is not None:
             self._group = group_of(self.program)
-            for place in range(len(self.optimizers)):
+            for place in range(len(self.program.optimizers)):
                 getattr(self._state, f"optimizer_{place}").rebuild(self._group)
 
     def _go_on(self, state: elastic.State) -> None:
@@ -118,7 +118,9 @@ class _ElasticTraining(DistributedTraining):
 
     def _resume(self, state: elastic.State) -> None:
         """Take over what was restored, for those that are left."""
-        self.optimizers = [getattr(state, f"optimizer_{place}") for place in range(len(self.optimizers))]
+        self.optimizers = [
+            getattr(state, f"optimizer_{place}") for place in range(len(self.program.optimizers))
+        ]
         for param, frozen in zip(self.model.params, state.frozen, strict=True):
             param.requires_grad_(not frozen)
         if self.scaler is not None:

@@ -59,9 +59,10 @@ class ThreadsBackend:
             return verdict
         outcomes, others = _survivors(program, program.seed + 1)
         again = conclude_after_losses(program, outcomes, others)
-        if text := differing(seen, verdict, others, again):
-            return Verdict("variant", text)
-        return verdict
+        if again.is_fault:
+            return again
+        text = differing(seen, others)
+        return Verdict("variant", text) if text else verdict
 
 
 def _survivors(program: Program, seed: int) -> tuple[list[Any], dict[int, Survived]]:

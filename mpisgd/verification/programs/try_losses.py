@@ -10,7 +10,8 @@ from mpisgd.elastic.recovery import has_quorum
 from mpisgd.job.threads_as_ranks import LOST
 from mpisgd.verification.programs.compare import Verdict, judge, observe
 from mpisgd.verification.programs.contract import may_be_refused
-from mpisgd.verification.programs.lost_ranks import Resumption, without_losses
+from mpisgd.verification.programs.execute import digest, state_digest
+from mpisgd.verification.programs.lost_ranks import Resumption, lost_in, without_losses
 from mpisgd.verification.programs.program import Lose, Program
 from mpisgd.verification.programs.surviving import Survived, reference_after
 from mpisgd.verification.programs.variants import ranks_agree
@@ -46,7 +47,8 @@ def conclude_after_losses(program: Program, outcomes: Sequence[Any], seen: Mappi
     if len(histories) > 1:
         return Verdict("history", "\n".join(f"rank {rank}: {seen[rank].resumptions}" for rank in left))
     (history,) = histories
-    if wrong := _not_recovered_from(program, history, lost):
+    has_failed = any(seen[rank].run.failure for rank in left)
+    if not has_failed and (wrong := _not_recovered_from(program, history, lost)):
         return Verdict("history", wrong)
     references = {rank: reference_after(program, rank, history) for rank in left}
     observed = [observe(program, seen[rank].run, references[rank], ()) for rank in left]
@@ -54,27 +56,28 @@ def conclude_after_losses(program: Program, outcomes: Sequence[Any], seen: Mappi
     return judge(observed, ranks_agree=ranks_agree(plain), may_be_refused=may_be_refused(plain))
 
 
-def differing(
-    left: Mapping[int, Survived], bits: Verdict, others: Mapping[int, Survived], again: Verdict
-) -> str:
-    """Return what two runs in different orders have not in common, "" where that is no fault.
+def differing(ones: Mapping[int, Survived], others: Mapping[int, Survived]) -> str:
+    """Return where two runs in different orders have different bits that must not, "" if nowhere.
 
-    Ranks that are lost in the middle of something may leave the others at different commits.
+    Ranks that are lost in the middle of something may leave the others at different commits, or be lost after
+    the end.
     """
-    if again.is_fault:
-        return f"in another order: {again.kind}: {again.text}"
-    same = left.keys() == others.keys() and all(
-        left[rank].resumptions == others[rank].resumptions for rank in left
+    both = [(rank, ones[rank], others[rank]) for rank in sorted(ones.keys() & others.keys())]
+    if any(one.resumptions != other.resumptions for _, one, other in both):
+        return ""
+    return "\n".join(f"rank {rank}: other bits" for rank, *runs in both if len(set(map(_bits, runs))) > 1)
+
+
+def _bits(survived: Survived) -> tuple[str, ...]:
+    run = survived.run
+    return tuple(f"{event} {digest(params)}" for event, params in run.params.items()) + (
+        state_digest(run.states),
     )
-    return "in another order: other bits" if same and bits.bits != again.bits else ""
 
 
 def _wrongly_lost(program: Program, lost: set[int]) -> str:
-    for event in program.events:
-        if isinstance(event, Lose) and not event.waits and not lost >= set(event.ranks):
-            return f"{event}: lost are {sorted(lost)}"
-    planned = {rank for event in program.events if isinstance(event, Lose) for rank in event.ranks}
-    return "" if lost <= planned else f"the ranks {sorted(lost - planned)} have ended"
+    others = lost - lost_in(program)
+    return f"the ranks {sorted(others)} have ended" if others else ""
 
 
 def _not_recovered_from(program: Program, history: Sequence[Resumption], lost: set[int]) -> str:
