@@ -14,6 +14,9 @@ import mpisgd
 from mpisgd.errors import PeerLost
 from mpisgd.job.lifecycle import current_job
 from mpisgd.job.threads_as_ranks import LOST, RankFailed, lose_ranks, run_ranks
+from mpisgd.threads import scheduling
+
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -66,24 +69,25 @@ def test_a_backward_on_a_gpu_is_part_of_its_rank():
 def test_survivors_of_a_lost_rank_are_told(transport):
     """Also where the host waits for the GPU by `.item()`."""
 
-    def program() -> str:
+    def program() -> tuple[str, float]:
         begin(transport)
         tensor = torch.ones(4, device=DEVICE)
         mpisgd.all_reduce(tensor)
         mpisgd.barrier()
         if mpisgd.rank() == 2:
             lose_ranks(2)
+        told, began_s = "nothing", scheduling.now_s()
         try:
             mpisgd.all_reduce(tensor)
             tensor.sum().item()
             mpisgd.all_reduce(tensor)
         except PeerLost as exc:
-            return str(exc)
-        return "nothing"
+            told = str(exc)
+        return told, scheduling.now_s() - began_s
 
-    told = run_ranks(3, program, losses=())
+    told = run_ranks(3, program, losses=(), timeout_s=TIMEOUT_S)
     assert told[2] is LOST
-    assert all("of the job was lost" in text for text in told[:2]), told
+    assert all("of the job was lost" in text and took_s < TIMEOUT_S / 2 for text, took_s in told[:2]), told
 
 
 def test_nccl_waits_for_a_rank_that_does_not_come_until_the_timeout():

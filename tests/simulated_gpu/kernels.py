@@ -37,6 +37,7 @@ class Kernels:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._known: dict[Any, Any] = {}
 
     # -- any operation --------------------------------------------------------------------------------------
 
@@ -88,12 +89,8 @@ class Kernels:
     def _results(self, op: Any, args: Any, kwargs: Any, outs: dict[str, Tensor], number: int) -> Any:
         """Return the tensors for the results, NotImplemented where their shapes are not known yet."""
         plain = {name: value for name, value in kwargs.items() if name != "generator"}
-        fresh = {name: torch.empty(0, dtype=value.dtype, device="meta") for name, value in outs.items()}
-        try:
-            found = SHAPED.get(op, op)(
-                *tree_map_only(Tensor, _meta, tuple(args)), **tree_map_only(Tensor, _meta, plain), **fresh
-            )
-        except (NotImplementedError, RuntimeError):
+        found = self._shaped(op, args, plain, {name: value.dtype for name, value in outs.items()})
+        if found is NotImplemented:
             return NotImplemented
         if outs:
             places = list(outs.values())
@@ -106,6 +103,27 @@ class Kernels:
         return tree_map_only(
             Tensor, lambda x: self._device.empty(x.shape, x.stride(), x.dtype, number), found
         )
+
+    def _shaped(self, op: Any, args: Any, kwargs: Any, outs: dict[str, torch.dtype]) -> Any:
+        """Return the results on torch's device "meta", which takes most of a launch, so they are kept."""
+        about = (op, _described([*args]), _described(kwargs), _described(outs), torch.get_default_dtype())
+        try:
+            known = self._known.get(about)
+        except TypeError:  # of an argument that cannot be looked up
+            about, known = None, None
+        if known is None:
+            fresh = {name: torch.empty(0, dtype=dtype, device="meta") for name, dtype in outs.items()}
+            try:
+                known = SHAPED.get(op, op)(
+                    *tree_map_only(Tensor, _meta, tuple(args)),
+                    **tree_map_only(Tensor, _meta, kwargs),
+                    **fresh,
+                )
+            except (NotImplementedError, RuntimeError):
+                known = NotImplemented
+            if about is not None and known is not None:
+                self._known[about] = known
+        return known
 
     def _aliases(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments as the CPU's kernel gets them; numbers on the host are read now."""
@@ -254,6 +272,17 @@ def _numbers_as_tensors(op: Any, args: Sequence[Any]) -> Sequence[Any]:
         torch.tensor(arg) if kind == "Tensor" and isinstance(arg, int | float) else arg
         for arg, kind in zip(args, kinds, strict=False)
     ]
+
+
+def _described(value: Any) -> Any:
+    """Return what the shapes of results depend on."""
+    if isinstance(value, Tensor):
+        return tuple(value.size()), value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, _described(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), value
 
 
 def _meta(tensor: Tensor) -> Tensor:

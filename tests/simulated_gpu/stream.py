@@ -125,6 +125,7 @@ class Streams:
         self._handles = itertools.count(1)
         self._random = random.Random(0)
         self._wake = threading.Condition(self.lock)
+        self._is_idle = False
         threading.Thread(target=self._work, name="simulated GPU", daemon=True).start()
 
     def seed(self, seed: int) -> None:
@@ -132,7 +133,10 @@ class Streams:
 
     def get(self, device: int, number: int) -> Stream:
         """Return a stream by its number; 0 is the default one."""
-        with self.lock:
+        known = self._streams.get((device, number))
+        if known is not None:
+            return known
+        with self.lock:  # the device looks through them
             return self._streams.setdefault((device, number), Stream(device, number))
 
     def add(self, stream: Stream, task: Task) -> Event:
@@ -141,7 +145,8 @@ class Streams:
             if stream is self.capturing:
                 return Event()
             stream.tasks.append((time.monotonic(), task))
-            self._wake.notify()
+            if self._is_idle:  # else it looks again soon
+                self._wake.notify()
             return self.record(stream)
 
     def record(self, stream: Stream) -> Event:
@@ -189,7 +194,9 @@ class Streams:
                     before = stream.done
                     moved = stream.advance(stream.done + 1) or stream.done > before
                 if not moved:
+                    self._is_idle = not busy
                     self._wake.wait(None if not busy else max(POLL_S, self.latency_s / 50))
+                    self._is_idle = False
 
     # -- what guard.cpp calls -------------------------------------------------------------------------------
 
