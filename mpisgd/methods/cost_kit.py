@@ -16,7 +16,8 @@ Two things go on at the same time: the program, and the queue of the group. A st
     Move      the program reads and writes so many bytes of memory
     Check     an operation of the group begins: all ranks do the same
     Collective   an all-reduce or another one, over all ranks, a host's, or one of each host; in the queue
-    Wait      the program goes on when the queue is done, or one collective of it
+    Send      the program sends a message to another rank, and goes on
+    Wait      the program goes on when the queue is done, or one collective of it, or a message has come
     Alloc, Free  memory, by what it is for: a field of `peak_memory.Memory`
     Disk      the program reads or writes files
 
@@ -34,7 +35,8 @@ A compressor's cost is what it makes of one bucket: its bytes, and the memory fo
 `world.wire`: `yield from world.wire.cost(bucket, world, step)`.
 
 A stream knows no seconds, no links and no algorithms, and neither where buckets end: that is the planner's,
-which cuts them and decides `world.overlaps`. Every rank does the same, so there is one stream.
+which cuts them and decides `world.overlaps`. Every rank does the same, so there is one stream; of a
+pipeline, `mpisgd/pipeline/cost.py`, each rank has its own.
 """
 
 from collections.abc import Iterator
@@ -57,6 +59,7 @@ __all__ = [
     "Move",
     "Op",
     "Parameter",
+    "Send",
     "Sizes",
     "Wait",
     "Wire",
@@ -95,6 +98,7 @@ class Compute(Op):
         num_collectives: "compress": how many follow, each after a part of it.
         by: "compress": the compressor.
         element_s: "compress": estimated seconds of an element on a core whose memory has 10 GB/s.
+        stage: of a pipeline, which computes a micro-batch or updates.
     """
 
     what: str
@@ -105,6 +109,7 @@ class Compute(Op):
     num_collectives: int = 0
     by: Any = None
     element_s: float = 0.0
+    stage: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +151,7 @@ class Collective(Op):
         graph: exchange: the `mpisgd.gossip.Graph`.
         phase: exchange: the step of the graph.
         meets: whether ranks wait for each other in it.
+        num_ranks: of another group; 0: `group` says it.
     """
 
     kind: str
@@ -156,11 +162,27 @@ class Collective(Op):
     graph: Any = None
     phase: int = 0
     meets: bool = True
+    num_ranks: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Send(Op):
+    """A message of the program, which does not wait until it is through.
+
+    Attributes:
+        nbytes: of it.
+        dst: the rank that it goes to.
+        key: for that rank's `Wait`.
+    """
+
+    nbytes: float
+    dst: int
+    key: str
 
 
 @dataclass(frozen=True, eq=False)
 class Wait(Op):
-    """The program goes on when the last collective of this key is done; "": when all are."""
+    """The program goes on when a message or the last collective of this key is done; "": when all are."""
 
     key: str = ""
 

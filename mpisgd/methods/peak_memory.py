@@ -1,11 +1,12 @@
 """`peak_memory`: what a rank keeps at the moment at which it keeps most, by the operations of a cost."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from mpisgd.methods.cost_kit import Alloc, Free, Sizes, World
+from mpisgd.methods.cost_kit import Alloc, Free, Op, Sizes, World
 from mpisgd.methods.costs import MethodCost
 
-__all__ = ["Memory", "peak_memory"]
+__all__ = ["Memory", "peak_memory", "peak_of"]
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,10 @@ class Memory:
         parameters: of the model, and its buffers; of shared memory this rank's share.
         gradients: of all of them, or of this rank's share.
         optimizer: its state.
-        strategy: copies that the strategy keeps, and what it needs while it communicates.
+        strategy: copies that the strategy keeps, and what it needs while it communicates; of a pipeline,
+            older versions of the weights.
         compression: what compressors keep from step to step, and need meanwhile.
-        buffers: gradients side by side.
+        buffers: gradients side by side; of a pipeline, messages.
         activations: what backward needs.
     """
 
@@ -39,13 +41,18 @@ class Memory:
 def peak_memory(method: MethodCost, sizes: Sizes, world: World) -> Memory:
     """Return what a rank keeps at most in the steps that stand for all."""
     first, length = method.cycle(world)
+    steps = (0, *range(first + 1, first + length + 1))
+    return peak_of(op for step in steps for op in method.cost(sizes, world, step))
+
+
+def peak_of(ops: Iterable[Op]) -> Memory:
+    """Return what a rank keeps at most in these operations."""
     now = peak = Memory()
-    for step in (0, *range(first + 1, first + length + 1)):
-        for op in method.cost(sizes, world, step):
-            if isinstance(op, (Alloc, Free)):
-                more = op.nbytes if isinstance(op, Alloc) else -op.nbytes
-                now = replace(now, **{op.what: getattr(now, op.what) + more})
-                peak = max(peak, now, key=_total)
+    for op in ops:
+        if isinstance(op, (Alloc, Free)):
+            more = op.nbytes if isinstance(op, Alloc) else -op.nbytes
+            now = replace(now, **{op.what: getattr(now, op.what) + more})
+            peak = max(peak, now, key=_total)
     return peak
 
 

@@ -6,7 +6,7 @@ all-to-all half of that: the least by any algorithm. Headers, and what the check
 
 from collections.abc import Iterable
 
-from mpisgd.methods.cost_kit import ALL, HOST, LEADERS, Collective, Op, World
+from mpisgd.methods.cost_kit import ALL, HOST, LEADERS, Collective, Op, Send, World
 
 __all__ = ["sent_bytes"]
 
@@ -19,6 +19,8 @@ def sent_bytes(ops: Iterable[Op], world: World) -> dict[str, float]:
     for op in ops:
         if isinstance(op, Collective):
             found[op.group] += _sent(op, world)
+        elif isinstance(op, Send):
+            found[ALL] += op.nbytes
     return found
 
 
@@ -30,5 +32,5 @@ def _sent(op: Collective, world: World) -> float:
         return op.nbytes
     if op.kind == "access":  # what is in the memory of this host is read where it lies
         return op.nbytes * (world.hosts - 1) / world.hosts
-    size = world.size_of(op.group)
+    size = op.num_ranks or world.size_of(op.group)
     return TIMES[op.kind] * (size - 1) * op.nbytes / size

@@ -20,7 +20,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 from mpisgd.pipeline.messages import FIRST_TAG, PipelineMessages
 from mpisgd.pipeline.micro_batches import Batch
-from mpisgd.pipeline.schedules.action import Action, Kind
+from mpisgd.pipeline.schedules.action import LOOK_AHEAD, Action, Kind
 from mpisgd.pipeline.schedules.shape import PipelineShape
 from mpisgd.pipeline.stage import Stage, gradient_of, with_gradients
 from mpisgd.tracing import Track
@@ -28,7 +28,6 @@ from mpisgd.transport.messages.point_to_point import MessageWork
 
 __all__ = ["Recorded", "TensorSpec", "Tie", "Worker"]
 
-LOOK_AHEAD = 8  # actions whose receives are started
 TAGS = 64  # of a connection and direction: more micro-batches are not between two ranks at once, as a rule
 TRACK = Track("pipeline")
 

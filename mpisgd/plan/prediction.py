@@ -179,9 +179,7 @@ def predict(
         cluster=cluster,
         profile=job.profile,
         step=plan_step(job, cost) if layout is None else plan_layout(job, layout),
-        memory=peak_memory(cost, job.sizes, job.world)
-        if layout is None
-        else divide(job, layout).memory(job.profile),
+        memory=peak_memory(cost, job.sizes, job.world) if layout is None else divide(job, layout).memory(),
         straggler_s=job.profile.compute_s - profile.compute_s,
         interruptions=None if failures is None else interruptions(failures, cluster.hosts),
     )

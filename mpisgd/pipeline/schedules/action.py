@@ -3,7 +3,9 @@
 import enum
 from typing import NamedTuple
 
-__all__ = ["Action", "Kind"]
+__all__ = ["LOOK_AHEAD", "Action", "Kind"]
+
+LOOK_AHEAD = 8  # actions whose receives a rank has started
 
 
 class Kind(enum.Enum):

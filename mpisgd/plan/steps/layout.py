@@ -1,4 +1,4 @@
-"""`DividedModel`: a layout of a job: its ranks, its stages, and the schedule's actions on each rank.
+"""`DividedModel`: a layout of a job: its ranks and its stages, and what each rank does.
 
 What time it takes is in pipeline_step.py.
 """
@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.methods.peak_memory import Memory
-from mpisgd.pipeline.schedules.action import Action, Kind
+from mpisgd.methods.cost_kit import Op
+from mpisgd.methods.peak_memory import Memory, peak_of
+from mpisgd.pipeline.cost import cost
+from mpisgd.pipeline.schedules.schedule import Schedule
 from mpisgd.pipeline.schedules.shape import PipelineShape
-from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.parallel import Grid, Parallel, grid_of
 from mpisgd.plan.steps.stages import PlannedStage, stages_of
@@ -26,41 +27,25 @@ class DividedModel:
         grid: the ranks.
         shape: of a pipeline: which of its ranks has which stages.
         stages: of the model.
-        actions: of each rank of a pipeline, in order, messages included.
+        schedule: in which order they compute.
     """
 
     grid: Grid
     shape: PipelineShape
     stages: list[PlannedStage]
-    actions: list[list[Action]]
+    schedule: Schedule
 
     def numel_of(self, place: int) -> float:
         """Return the parameters of a rank at a place of the pipelines."""
         return sum(self.stages[stage].numel for stage in self.shape.stages_of(place))
 
-    def kept_bytes(self, place: int) -> float:
-        """Return the activations that such a rank has at most at the same time."""
-        return max(self._kept(place))
+    def cost(self, place: int) -> Iterator[Op]:
+        """Yield what such a rank does in a step."""
+        return cost(self.schedule, self.shape, [each.sizes for each in self.stages], place)
 
-    def memory(self, profile: StepProfile) -> Memory:
+    def memory(self) -> Memory:
         """Return what the rank keeps that has most: as a rule the first of a pipeline, by its activations."""
-        ranks = []
-        for place in range(self.grid.pp):
-            share = self.numel_of(place) / profile.numel
-            nbytes, state = profile.nbytes * share, profile.state_bytes * share
-            ranks.append(Memory(nbytes, nbytes, state, activations=self.kept_bytes(place)))
-        return max(ranks, key=lambda each: each.total)
-
-    def _kept(self, place: int) -> Iterator[float]:
-        kept = 0.0
-        for action in self.actions[place]:
-            stage = self.stages[action.stage]
-            if action.kind is Kind.FORWARD:
-                kept += stage.activation_bytes
-                yield kept
-            elif action.kind is Kind.BACKWARD:
-                yield kept + stage.pass_bytes
-                kept -= stage.activation_bytes
+        return max((peak_of(self.cost(place)) for place in range(self.grid.pp)), key=lambda each: each.total)
 
 
 def divide(job: PlannedJob, layout: Parallel) -> DividedModel:
@@ -76,5 +61,4 @@ def divide(job: PlannedJob, layout: Parallel) -> DividedModel:
     stages = stages_of(job.profile, grid, layout, number, job.algorithm)
     shape = PipelineShape(layout.table.place(layout.num_stages, grid.pp), number)
     layout.table.check(shape)
-    actions = [layout.table.actions(shape, place, 0) for place in range(grid.pp)]
-    return DividedModel(grid, shape, stages, actions)
+    return DividedModel(grid, shape, stages, layout.table)

@@ -1,4 +1,4 @@
-"""The step of a `Parallel` layout: the schedule's own table of actions, with what each of them takes.
+"""The step of a `Parallel` layout: the operations of its ranks by `mpisgd/pipeline/cost.py`, in seconds.
 
     rank of place 0   F0 F1 F2 F3 .  B0 F4 B1 ...  mean over dp, optimizer
     link                 >0 >1 >2    <0
@@ -9,7 +9,8 @@ takes and for the passes before it; messages go beside the passes, and share the
 their all-reduces over tp in them. Before it updates, a rank means its gradients over dp.
 """
 
-from mpisgd.pipeline.schedules.action import Action, Kind
+from mpisgd.methods.cost_kit import ALL, Compute, Op, Send, Wait
+from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.collectives import (
     Cost,
@@ -28,11 +29,6 @@ from mpisgd.plan.steps.planned_step import PlannedStep, all_reduce_bytes
 __all__ = ["MESSAGES", "plan_pipeline"]
 
 MESSAGES = "messages"  # their row in a timeline
-
-SENT_AS = {Kind.SEND_ACTIVATION: Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT: Kind.RECV_GRADIENT}
-RECEIVED = tuple(SENT_AS.values())
-NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
-Key = tuple[Kind, int, int]  # kind, stage and micro-batch, of who receives
 
 
 def plan_pipeline(job: PlannedJob, layout: Parallel) -> PlannedStep:
@@ -55,7 +51,7 @@ class _Pipeline:
         self._places = range(self._grid.pp)
         self._waits_for: list[list[int]] = [[] for _ in self._places]  # of the next pass
         self._last_pass: list[tuple[int, ...]] = [() for _ in self._places]
-        self._messages: dict[Key, int] = {}
+        self._messages: dict[str, int] = {}  # by what waits for them
         self._edges: dict[tuple[int, int], tuple[Cost, dict[str, float]]] = {}
         self._busy_s = [0.0 for _ in self._places]
         self._alpha_s = self._communication_s = self._sent_bytes = 0.0
@@ -64,27 +60,28 @@ class _Pipeline:
         self._links: dict[tuple[Cluster, str], dict[str, float]] = {}
 
     def add_all(self) -> None:
-        """Add the actions of all ranks, each after those that it waits for."""
-        left = [list(reversed(actions)) for actions in self._model.actions]
+        """Add what all ranks do, each operation after those that it waits for."""
+        left = []
+        for place in self._places:
+            ops = list(self._model.cost(place))
+            self._sent_bytes += sent_bytes(ops, self._job.world)[ALL] / self._grid.pp
+            left.append(ops[::-1])
         while any(left):
-            for place, actions in enumerate(left):
-                while actions and self._is_due(actions[-1]):
-                    self._add(place, actions.pop())
+            for place, ops in enumerate(left):
+                while ops and self._is_due(ops[-1]):
+                    self._add(place, ops.pop())
 
-    def _is_due(self, action: Action) -> bool:
-        return (
-            action.kind not in RECEIVED or (action.kind, action.stage, action.micro_batch) in self._messages
-        )
+    def _is_due(self, op: Op) -> bool:
+        return not isinstance(op, Wait) or op.key in self._messages
 
-    def _add(self, place: int, action: Action) -> None:
-        if action.kind in RECEIVED:
-            found = self._messages[action.kind, action.stage, action.micro_batch]
-            self._waits_for[place].append(found)
-        elif action.kind in SENT_AS:
-            self._send(place, action)
-        elif action.kind in NAMES:
-            self._compute(place, action)
-        elif action.kind is Kind.UPDATE and action.stage == self._model.shape.stages_of(place)[0]:
+    def _add(self, place: int, op: Op) -> None:
+        if isinstance(op, Wait):
+            self._waits_for[place].append(self._messages[op.key])
+        elif isinstance(op, Send):
+            self._send(place, op)
+        elif isinstance(op, Compute) and op.what in ("forward", "backward"):
+            self._compute(place, op)
+        elif isinstance(op, Compute) and op.stage == self._model.shape.stages_of(place)[0]:
             self._mean_and_update(place)
 
     def _on_rank(
@@ -98,20 +95,17 @@ class _Pipeline:
         self._last_pass[place] = (len(self._tasks) - 1,)
         self._busy_s[place] += seconds
 
-    def _compute(self, place: int, action: Action) -> None:
-        stage = self._model.stages[action.stage]
-        forwards = action.kind is Kind.FORWARD
+    def _compute(self, place: int, op: Compute) -> None:
+        stage = self._model.stages[op.stage]
+        forwards = op.what == "forward"
         seconds = stage.forward_s if forwards else stage.backward_s
         if forwards:  # those of the backward pass, too
             self._communicate(stage.sums_s, stage.sums_alpha_s)
             self._all_reduce_traffic(place, self._grid.tensor_group, stage.summed_bytes)
-        self._on_rank(place, NAMES[action.kind], seconds, seconds)
+        self._on_rank(place, op.what, seconds, seconds)
 
-    def _send(self, place: int, action: Action) -> None:
-        """Add a message, which a stage's output is, or the gradient of one."""
-        cluster, grid, shape = self._job.cluster, self._grid, self._model.shape
-        to = shape.rank_of(action.peer, action.micro_batch)
-        nbytes = self._model.stages[min(action.stage, action.peer)].output_bytes
+    def _send(self, place: int, op: Send) -> None:
+        cluster, grid, nbytes, to = self._job.cluster, self._grid, op.nbytes, op.dst
         cost, levels = self._edge(place, to)
         src, dst = grid.host_of(place), grid.host_of(to)
         busy_s = cost.beta_s_per_byte * nbytes
@@ -123,9 +117,8 @@ class _Pipeline:
         else:
             needs = {f"rank {place} out": busy_s, f"rank {to} in": busy_s}
         self._tasks.append(Task("send", needs, self._last_pass[place], cost.alpha_s, busy_s, MESSAGES))
-        self._messages[SENT_AS[action.kind], action.peer, action.micro_batch] = len(self._tasks) - 1
+        self._messages[op.key] = len(self._tasks) - 1
         self._communicate(cost.alpha_s + busy_s, cost.alpha_s)
-        self._sent_bytes += nbytes / grid.pp
         for level, most in levels.items():
             self._carry(level, to if level.endswith(("in", "down")) else place, most * nbytes)
 

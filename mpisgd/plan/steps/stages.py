@@ -12,6 +12,7 @@ from enum import Enum
 
 from mpisgd.errors import InvalidArgument
 from mpisgd.pipeline.balance import balance
+from mpisgd.pipeline.cost import StageSizes
 from mpisgd.plan.models.blocks import Block
 from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.simulation.collectives import AUTO, Cost, cost_of, fastest
@@ -30,10 +31,8 @@ class PlannedStage:
         sums_s: what all-reduces take in both.
         sums_alpha_s: of this, what more bytes per second would not shorten.
         summed_bytes: of the activations that are added up in both.
-        output_bytes: of a micro-batch, what goes to the next stage.
         numel: parameters of the rank.
-        activation_bytes: what a micro-batch keeps until its backward pass.
-        pass_bytes: what the backward pass of one needs besides.
+        sizes: of the stage, for its cost.
     """
 
     forward_s: float
@@ -41,10 +40,8 @@ class PlannedStage:
     sums_s: float
     sums_alpha_s: float
     summed_bytes: float
-    output_bytes: float
     numel: float
-    activation_bytes: float
-    pass_bytes: float
+    sizes: StageSizes
 
 
 def stages_of(
@@ -70,8 +67,8 @@ def stages_of(
     by_stage = layout.pp > 1 and layout.tp == 1
     recompute = (_Recompute.STAGES if by_stage else _Recompute.BLOCKS) if layout.recompute else None
     return [
-        _stage(passes[end - size : end], passes[end - size - 1] if end > size else None, recompute)
-        for size, end in zip(sizes, ends, strict=True)
+        _stage(profile, number, passes, range(end - size, end), recompute)
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
 
 
@@ -105,29 +102,45 @@ def _sum_cost(grid: Grid, nbytes: float, algorithm: str) -> Cost:
     return Cost(cost.alpha_s + check, cost.beta_s_per_byte)
 
 
-def _stage(passes: Sequence[_Pass], before: _Pass | None, recompute: _Recompute | None) -> PlannedStage:
+def _stage(
+    profile: StepProfile,
+    number: int,
+    everyones: Sequence[_Pass],
+    places: range,
+    recompute: _Recompute | None,
+) -> PlannedStage:
+    passes = everyones[places.start : places.stop]
     forward_s = sum(each.forward_s for each in passes)
-    kept, again = _kept(passes, before, recompute)
     num_passes = 3 if recompute else 2
+    numel = sum(each.numel for each in passes)
+    share = numel / profile.numel
+    is_last = places.stop == len(everyones)
+    came = everyones[places.start - 1].output_bytes if places.start else 0.0
+    kept, again = _kept(passes, came, is_last, recompute)
+    outputs = {} if is_last else {number + 1: passes[-1].output_bytes}
+    sizes = StageSizes(profile.nbytes * share, profile.state_bytes * share, outputs, kept, again)
     return PlannedStage(
         forward_s=forward_s,
         backward_s=sum(each.backward_s for each in passes) + (forward_s if recompute else 0.0),
         sums_s=num_passes * sum(each.sums_s for each in passes),
         sums_alpha_s=num_passes * sum(each.sums_alpha_s for each in passes),
         summed_bytes=num_passes * sum(each.summed_bytes for each in passes),
-        output_bytes=passes[-1].output_bytes,
-        numel=sum(each.numel for each in passes),
-        activation_bytes=kept,
-        pass_bytes=again,
+        numel=numel,
+        sizes=sizes,
     )
 
 
-def _kept(passes: Sequence[_Pass], before: _Pass | None, recompute: _Recompute | None) -> tuple[float, float]:
-    """Return the activations that are kept until the backward pass, and those that it needs besides."""
+def _kept(
+    passes: Sequence[_Pass], came: float, is_last: bool, recompute: _Recompute | None
+) -> tuple[float, float]:
+    """Return what is kept until the backward pass besides what `came`, and what it needs besides.
+
+    A block keeps its input, and so the first one what came; and the stage what it has sent.
+    """
     each = [one.activation_bytes for one in passes]
-    outputs = [before.output_bytes if before is not None else 0.0, *(one.output_bytes for one in passes)]
+    sent = 0.0 if is_last else passes[-1].output_bytes
     if recompute is None:
-        return sum(each), 0.0
+        return max(0.0, sum(each) - came) + sent, 0.0
     if recompute is _Recompute.STAGES:
-        return outputs[0] + outputs[-1], sum(each)
-    return sum(outputs), max(each)
+        return passes[-1].output_bytes, max(0.0, sum(each) - came)
+    return sum(one.output_bytes for one in passes), max(each)

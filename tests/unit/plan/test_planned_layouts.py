@@ -97,23 +97,26 @@ def test_interleaved_stages_divide_the_bubble():
 
 def test_activations_that_are_kept():
     """GPipe: those of all m micro-batches; 1F1B: of at most p of them (Narayanan and others 2021)."""
-    kept = {
+    found = {
         name: planned(
             f"Parallel(pp=4, micro_batches=16, schedule={name!r})", quick(4), step(4, batch=16)
-        ).memory.activations
+        ).memory
         for name in ("gpipe", "1f1b")
     }
-    micro_batch = 1000.0 * 4 / 16  # of one block
+    message = OUTPUT * 4 / 16  # of a micro-batch
+    micro_batch = 1000.0 * 4 / 16 + message  # of one block, and what it has sent
+    kept = {name: memory.activations for name, memory in found.items()}
     assert kept == {"gpipe": 16 * micro_batch, "1f1b": 4 * micro_batch}
+    # Behind the last forward pass the receives of all four gradients that are left are started.
+    assert found["1f1b"].buffers == 4 * message
 
 
 def test_recomputation_keeps_the_ends_of_stages_and_computes_forward_twice():
     method = "Parallel(pp=2, micro_batches=4, schedule='gpipe', recompute=True)"
     found = planned(method, quick(2), step(4, batch=4))
     share = 2 / 4  # a micro-batch, of a rank's batch
-    first_rank = 4 * OUTPUT * share + 2 * 1000.0 * share  # outputs of four, and one computed again
-    last_rank = first_rank + 4 * OUTPUT * share
-    assert found.memory.activations == last_rank
+    assert found.memory.activations == 4 * OUTPUT * share + 2 * 1000.0 * share  # and one computed again
+    assert found.memory.buffers == 4 * OUTPUT * share  # gradients that come
     assert found.step_s == pytest.approx((4 + 1) * 2 * (1 + 3) * share)
 
 
