@@ -73,12 +73,12 @@ from mpisgd.job.groups import new_group as new_group
 from mpisgd.job.lifecycle import init as init
 from mpisgd.job.lifecycle import is_initialized as is_initialized
 from mpisgd.job.lifecycle import shutdown as shutdown
-from mpisgd.job.main_rank import is_main as is_main
-from mpisgd.job.main_rank import print0 as print0
+from mpisgd.job.rank_info import is_main as is_main
 from mpisgd.job.rank_info import local_rank as local_rank
 from mpisgd.job.rank_info import local_size as local_size
 from mpisgd.job.rank_info import node_rank as node_rank
 from mpisgd.job.rank_info import num_nodes as num_nodes
+from mpisgd.job.rank_info import print0 as print0
 from mpisgd.job.rank_info import rank as rank
 from mpisgd.job.rank_info import size as size
 from mpisgd.layouts.layout import MeshLayout as MeshLayout
@@ -101,7 +101,7 @@ from mpisgd.methods.synchronous.synchronous import Synchronous as Synchronous
 from mpisgd.methods.zero_one_adam.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 from mpisgd.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpisgd.optim.average import average_gradients as average_gradients
-from mpisgd.optim.average_parameters import average_parameters as average_parameters
+from mpisgd.optim.average import average_parameters as average_parameters
 from mpisgd.optim.average_values import average as average
 from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters

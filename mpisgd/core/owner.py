@@ -13,7 +13,7 @@ from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from mpisgd.threads.inheriting_thread import not_inherited
+from mpisgd.threads.service_thread import not_inherited
 
 __all__ = ["OPTIMIZER", "Owner", "current_owner", "new_owner", "owned_by"]
 

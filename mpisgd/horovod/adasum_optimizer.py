@@ -14,7 +14,7 @@ from mpisgd.horovod.gradients import ExchangeOptions
 from mpisgd.horovod.ops.allreduce import grouped_allreduce_async_
 from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.reduce_ops import Adasum
-from mpisgd.horovod.optimizer_serial import serial_of_new
+from mpisgd.horovod.process_sets import serial_of_new
 from mpisgd.job import rank_info
 from mpisgd.optim.step_hooks import register_step_hooks
 

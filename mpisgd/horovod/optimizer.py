@@ -20,8 +20,7 @@ from mpisgd.horovod.arguments import check_compression, check_optimizer
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.gradients import ExchangeOptions, GradientExchange
 from mpisgd.horovod.ops.reduce_ops import Adasum, Average, name_of
-from mpisgd.horovod.optimizer_serial import serial_of_new
-from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.process_sets import ProcessSet, global_process_set, serial_of_new
 from mpisgd.job import rank_info
 from mpisgd.optim.distributed import StepArguments, wrap_closure
 from mpisgd.optim.step_hooks import register_step_hooks, step_noting_depth

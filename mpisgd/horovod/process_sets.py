@@ -1,5 +1,6 @@
 """Process sets: some ranks of the job with operations of their own, in the one order of all sets."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from mpisgd.horovod.arguments import as_ranks
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 from mpisgd.job import lifecycle, rank_info
+from mpisgd.job.job_of_thread import job_place
 
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set", "serial_of_new"]
 
 
 class ProcessSet:
@@ -166,3 +168,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _change("remove_process_set", process_set.ranks, set_id)
     process_set.settle(None, process_set.ranks)
     return True
+
+
+class _NumMade(Counter[tuple[int, ...]]):
+    """How many optimizers a rank has made, by the ranks of their process set."""
+
+
+def serial_of_new(process_set: ProcessSet) -> int:
+    """Return the number of a new optimizer among those of a process set, whose ranks make them in one order.
+
+    Two optimizers may have operations under way at once, of parameters of the same names and shapes.
+    """
+    num_made, members = job_place().own(_NumMade), tuple(process_set.members())
+    serial = num_made[members]
+    num_made[members] += 1
+    return serial

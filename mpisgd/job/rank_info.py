@@ -1,9 +1,22 @@
-"""Rank and size, within the job, within a host, and of hosts."""
+"""Rank and size, within the job, within a host, and of hosts; what one rank does for all."""
 
+from typing import Any
+
+from mpisgd.config import launcher_rank
 from mpisgd.core.topology import Topology
-from mpisgd.job.lifecycle import world
+from mpisgd.job.lifecycle import is_initialized, world
 
-__all__ = ["local_rank", "local_size", "node_rank", "num_nodes", "rank", "size", "topology"]
+__all__ = [
+    "is_main",
+    "local_rank",
+    "local_size",
+    "node_rank",
+    "num_nodes",
+    "print0",
+    "rank",
+    "size",
+    "topology",
+]
 
 
 def topology() -> Topology:
@@ -39,3 +52,18 @@ def node_rank() -> int:
 def num_nodes() -> int:
     """Return the number of hosts the job runs on."""
     return topology().num_nodes
+
+
+def is_main() -> bool:
+    """Return whether this is rank 0 of the job: the one that prints, logs and saves.
+
+    Before `init()` it goes by the rank that the launcher has given, so it starts no MPI. What all ranks take
+    part in, such as `mpisgd.checkpoint.save`, must not stand behind it.
+    """
+    return rank() == 0 if is_initialized() else launcher_rank() in (None, 0)
+
+
+def print0(*args: Any, **options: Any) -> None:
+    """Print on rank 0 alone, with the arguments of `print`."""
+    if is_main():
+        print(*args, **options)

@@ -17,9 +17,8 @@ from mpisgd.job.group_factory import make_group
 from mpisgd.job.startup import load_mpi
 from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.failure_detector import FailureDetector, FaultTolerance
-from mpisgd.monitor.stall_monitor import StallMonitor
 from mpisgd.monitor.state_collector import StateCollector
-from mpisgd.monitor.watchdog import Watchdog
+from mpisgd.monitor.watchdog import StallMonitor, Watchdog
 from mpisgd.threads.waiting import set_oversubscribed
 from mpisgd.tuning.profile import find_costs
 

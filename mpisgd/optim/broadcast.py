@@ -12,10 +12,10 @@ from mpisgd.collectives.coalesced import broadcast_coalesced
 from mpisgd.collectives.objects import allocate_tensors, broadcast_object, extract_tensors
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.fusion_buffer import layout_of
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
-from mpisgd.optim.state_layout import lay_out_state
 from mpisgd.parameters.parameter_names import agree_on
 from mpisgd.sharding.layerwise.offload_parameters import without_streamed
 
@@ -24,9 +24,11 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "broadcast_tensors",
+    "lay_out_state",
     "name_tensors",
     "undo_casts",
 ]
+
 
 # Small tensors travel together, packed up to this many bytes; larger ones travel from where they are.
 PACK_BYTES = 4 * 2**20
@@ -169,3 +171,26 @@ def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
     lay_out_state(optimizer)
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Copy the state that has a number for each element of a parameter to where it lies as this one does.
+
+    Fused optimizers walk a parameter, its gradient and its state in the order of memory, whatever their
+    strides. A state that has come by a message or from a file lies in the order of its elements, and a
+    parameter that is channels last or transposed does not: elements would be updated with the momentum of
+    others.
+    """
+    for param, entries in optimizer.state.items():
+        if not isinstance(param, Tensor) or not isinstance(entries, dict):
+            continue
+        for key, value in entries.items():
+            if type(value) is Tensor and value.dim() > 1 and value.shape == param.shape:
+                entries[key] = _laid_out(value, param)
+
+
+def _laid_out(value: Tensor, param: Tensor) -> Tensor:
+    if value.layout is not torch.strided or value.stride() == (stride := layout_of(param).stride):
+        return value
+    moved = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return moved.copy_(value)

@@ -36,9 +36,9 @@ from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.methods.synchronous.synchronous import Synchronous
+from mpisgd.optim.broadcast import lay_out_state
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
-from mpisgd.optim.state_layout import lay_out_state
 from mpisgd.optim.step_hooks import register_step_hooks, step_noting_depth
 from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike

@@ -1,23 +1,57 @@
-"""`ServiceThread`: a thread of ours that serves others. An error in it is printed once, and it goes on.
+"""Threads of ours: `InheritingThread` belongs to a job, `ServiceThread` serves others in rounds."""
 
-Whoever is served would wait for ever if it ended: for a message, a report of a stall, the news of a loss.
-"""
-
+import contextvars
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Any
 
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.standard_error import print_to_user
-from mpisgd.threads.inheriting_thread import InheritingThread
-from mpisgd.threads.scheduling import join, sleep
+from mpisgd.threads.scheduling import join, scheduler, sleep
 
-__all__ = ["ServiceThread"]
+__all__ = ["InheritingThread", "ServiceThread", "not_inherited"]
+
 
 PAUSE_S = 0.1  # after an error, which may come again at once
 
+_not_inherited: list[contextvars.ContextVar[Any]] = []
+
+
+def not_inherited(variable: contextvars.ContextVar[Any]) -> None:
+    """Let a context variable be None in every thread that is started from now on."""
+    _not_inherited.append(variable)
+
+
+class InheritingThread(threading.Thread):
+    """A thread that belongs to the same job, and works on the same GPU, as whoever starts it.
+
+    Where ranks are threads of one process, a context variable says of which of them a thread is. Python's own
+    threads begin with an empty context (before Python 3.14). This one runs its target in a copy of the
+    context that `start()` was called in.
+    """
+
+    def start(self) -> None:
+        """Start it in this thread's context."""
+        self._inherited = contextvars.copy_context()
+        self._device = runtime().device_to_inherit()
+        for variable in _not_inherited:
+            self._inherited.run(variable.set, None)
+        if (own := scheduler()) is None:
+            super().start()
+        else:
+            own.start(self, super().start)
+
+    def run(self) -> None:
+        """Run the target."""
+        runtime().inherit_device(self._device)
+        self._inherited.run(super().run)
+
 
 class ServiceThread(InheritingThread):
-    """The thread; a daemon.
+    """A daemon that serves others. An error in it is printed once, and it goes on.
+
+    Whoever is served would wait for ever if it ended: for a message, a report of a stall, the news of a loss.
 
     Args:
         name: of the thread.

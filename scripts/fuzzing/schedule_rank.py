@@ -14,7 +14,7 @@ from fuzzing.schedule_disk import Disk, RankDisk
 from mpisgd import elastic
 from mpisgd.job.groups import close_group
 from mpisgd.threads import scheduling
-from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.service_thread import InheritingThread
 
 __all__ = ["DONE", "ENDS", "run_schedule"]
 

@@ -10,7 +10,7 @@ from gpu_under_test import DEVICE, gpu
 from verdicts import everyone
 
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.service_thread import InheritingThread
 
 
 @pytest.fixture

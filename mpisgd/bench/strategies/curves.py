@@ -18,8 +18,7 @@ import torch
 import mpisgd
 from mpisgd.bench.measure import slowest
 from mpisgd.bench.strategies.method import Method, common_model, finish
-from mpisgd.bench.strategies.sent_bytes import sent_bytes
-from mpisgd.bench.strategies.task import Task
+from mpisgd.bench.strategies.task import Task, sent_bytes
 from mpisgd.methods.from_text import OptimizerChoice
 
 __all__ = ["Report", "StrategiesPlan", "run_strategies"]

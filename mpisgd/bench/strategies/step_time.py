@@ -19,7 +19,7 @@ from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.measure import slowest
 from mpisgd.bench.report.rows import as_time
 from mpisgd.bench.strategies.method import SYNCHRONOUS, Method
-from mpisgd.bench.strategies.sent_bytes import sent_bytes
+from mpisgd.bench.strategies.task import sent_bytes
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.methods.auto.compression_choice import Trial
 

@@ -4,11 +4,14 @@ import abc
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import psutil
+import torch
 from torch import Tensor, nn
 
+import mpisgd
 from mpisgd.methods.from_text import OptimizerChoice
 
-__all__ = ["Task"]
+__all__ = ["Task", "sent_bytes"]
 
 
 class Task(abc.ABC):
@@ -51,3 +54,17 @@ class Task(abc.ABC):
     def factor(self, part: int, step: int) -> float:
         """Return what the learning rate is multiplied by in a step of a part, both counted from 0."""
         return 1.0
+
+
+def sent_bytes() -> float:
+    """Return what all hosts have sent so far, headers and whatever else passes included. Collective.
+
+    0 where all ranks share a host.
+    """
+    mine = 0
+    if mpisgd.num_nodes() > 1 and mpisgd.local_rank() == 0:
+        counters = psutil.net_io_counters(pernic=True)
+        mine = sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
+    total = torch.tensor(mine, dtype=torch.float64)
+    mpisgd.all_reduce(total)
+    return float(total)

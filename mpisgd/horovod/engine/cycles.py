@@ -12,26 +12,69 @@ import torch
 from mpisgd import tracing
 from mpisgd.arguments import ranks_text
 from mpisgd.collectives.objects import all_gather_object
+from mpisgd.core.group import Group
 from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine import stall_inspector
 from mpisgd.horovod.engine.entry import Entry, fail
 from mpisgd.horovod.engine.exchange import RequestCache, exchange
-from mpisgd.horovod.engine.fusion import fuse
 from mpisgd.horovod.engine.operations import perform_operation
-from mpisgd.horovod.engine.process_set_table import ProcessSetTable
 from mpisgd.horovod.engine.request import Request
-from mpisgd.horovod.engine.request_table import Decision, RequestTable
+from mpisgd.horovod.engine.request_table import WORLD, Decision, RequestTable, fuse
 from mpisgd.horovod.engine.settings import Settings
 from mpisgd.horovod.engine.stall_inspector import NameConflicts, StallInspector, engine_wait, main_stack
 from mpisgd.horovod.engine.tensor_queue import LEAVE, TensorQueue
 from mpisgd.horovod.engine.timeline import EngineTimeline, change_timeline
 from mpisgd.horovod.engine.wake_up import WakeUp
 from mpisgd.horovod.exceptions import HorovodInternalError
-from mpisgd.job.groups import open_group
+from mpisgd.job.groups import close_group, open_group
 from mpisgd.job.world import Job
 from mpisgd.threads import waiting
 
-__all__ = ["RESOLVE", "WITHDRAW", "Cycles"]
+__all__ = ["RESOLVE", "WITHDRAW", "Cycles", "ProcessSetTable"]
+
+
+class ProcessSetTable:
+    """The process sets by number: the same on all ranks, but for the groups, which only members have.
+
+    Args:
+        world: the group of all ranks.
+
+    Attributes:
+        members: the global ranks of each set.
+        groups: the groups of those that this rank is in.
+    """
+
+    def __init__(self, world: Group) -> None:
+        self.members: dict[int, Sequence[int]] = {WORLD: world.ranks}
+        self.groups: dict[int, Group] = {WORLD: world}
+        self._rank, self._job = world.rank, world.job
+        self._num_made = 1
+
+    def find(self, ranks: Sequence[int]) -> int | None:
+        """Return the number of the process set of these ranks, None if there is none; from any thread."""
+        known = list(self.members.items())
+        return next((set_id for set_id, members in known if list(members) == list(ranks)), None)
+
+    def add(self, ranks: Sequence[int]) -> int:
+        """Make a process set, and return its number. Collective over the job."""
+        set_id = self._num_made
+        self._num_made += 1
+        if self._rank in ranks:
+            self.groups[set_id] = open_group(self._job, ranks, name=f"process set {set_id}")
+        self.members[set_id] = ranks
+        return set_id
+
+    def remove(self, set_id: int) -> None:
+        """Remove a process set. Collective over the job."""
+        self.members.pop(set_id, None)
+        if (group := self.groups.pop(set_id, None)) is not None:
+            close_group(group)
+
+    def close(self) -> None:
+        """Close the groups of all process sets. Collective over the job."""
+        for group in self.groups.values():
+            close_group(group)
+
 
 CHECK_INTERVAL_S = 1.0  # how often a sleeping engine looks for stalls; more often where warnings come soon
 LOSS_CHECK_INTERVAL_S = 0.05  # how often it looks for lost ranks where the job survives them

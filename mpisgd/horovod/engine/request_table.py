@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.arguments import ranks_text
 from mpisgd.horovod.engine.request import Request, differences
 
-__all__ = ["JOIN", "WORLD", "Decision", "RequestTable"]
+__all__ = ["JOIN", "WORLD", "Decision", "RequestTable", "fuse"]
 
 WORLD = 0  # the process set of all ranks, the only one that can be joined
 NEED_EVERYONE = ("allgather", "alltoall", "broadcast", "reducescatter")
@@ -148,4 +149,45 @@ def _error_without(request: Request, absent: frozenset[int]) -> str | None:
     return (
         f"tensor {request.label!r}: {request.kind.capitalize()} is not supported with Join at this time: "
         f"{ranks_text(absent)} {'has' if len(absent) == 1 else 'have'} joined"
+    )
+
+
+def fuse(decisions: Sequence[Decision], nbytes: Sequence[int], threshold_bytes: int) -> list[list[Decision]]:
+    """Group decisions into batches that run as one operation each.
+
+    All-reductions of the same process set, dtype, device, reduction and factors travel together, looking
+    past others in between, until a batch holds `threshold_bytes`. Large ones travel alone, and so does
+    Adasum, which is defined by tensor.
+
+    Args:
+        decisions: in order; none has an error.
+        nbytes: how many bytes each moves.
+        threshold_bytes: 0: nothing is fused.
+    """
+    batches: list[list[Decision]] = []
+    open_batch: dict[object, tuple[list[Decision], int]] = {}
+    for decision, size in zip(decisions, nbytes, strict=True):
+        kind = _fused_with(decision) if size < ALONE_BYTES else None
+        batch, filled = open_batch.get(kind, ([], 0))
+        if kind is None or not batch or filled + size > threshold_bytes:
+            batch, filled = [], 0
+            batches.append(batch)
+        batch.append(decision)
+        open_batch[kind] = (batch, filled + size)
+    return batches
+
+
+def _fused_with(decision: Decision) -> object:
+    """Return what operations must have in common to travel together; None: travels alone."""
+    request = decision.request
+    if request.kind != "allreduce" or request.op == "Adasum" or len(set(request.dtypes)) != 1:
+        return None
+    return (
+        request.set_id,
+        request.op,
+        request.dtypes[0],
+        request.device,
+        request.prescale,
+        request.postscale,
+        decision.absent,
     )

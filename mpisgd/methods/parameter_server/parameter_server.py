@@ -10,7 +10,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.parameter_server.lock_free import LockFree
 from mpisgd.methods.parameter_server.locked_shards import LockedShards
-from mpisgd.methods.sharded.shared import Shared
+from mpisgd.methods.sharded.piecewise import Shared
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_none, no, yes
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training

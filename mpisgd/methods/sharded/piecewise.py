@@ -27,13 +27,15 @@ from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
+from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import MASTER
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
+from mpisgd.sharding.shared_parameters import SharedParameters
 
-__all__ = ["Piecewise"]
+__all__ = ["Piecewise", "Shared"]
 
 
 class Piecewise(Replicated, abc.ABC):
@@ -359,3 +361,15 @@ def _says_more(entries: Mapping[str, Any] | None, param: Tensor) -> bool:
         return bool(entries)
     master = entries[MASTER]
     return not torch.equal(master, param.detach().to(master.dtype))
+
+
+class Shared(Piecewise):
+    """Every host updates everything: its ranks divide that among themselves."""
+
+    def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
+        owners = Owners(training.group, of_host=True)
+        groups = training.optimizer.param_groups
+        return SharedParameters(training.named, groups, owners, elementwise=elementwise, joins=True)
+
+    def _publish(self) -> None:
+        self._parameters.barrier("updated")

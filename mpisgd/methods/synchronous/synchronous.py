@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.sharded.shared import Shared
+from mpisgd.methods.sharded.piecewise import Shared
 from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.replicated import Replicated
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer

@@ -33,9 +33,8 @@ from mpisgd.sharding.device_parts import DeviceParts
 from mpisgd.sharding.owners import Transfers
 from mpisgd.sharding.piece import Piece
 from mpisgd.sharding.reduction.bucket_shard import BucketShard
-from mpisgd.sharding.reduction.device_shard_reduction import DeviceShardReduction
 from mpisgd.sharding.reduction.piece_reduction import PieceReduction
-from mpisgd.sharding.reduction.shard_reduction import Scratch, ShardReduction
+from mpisgd.sharding.reduction.shard_reduction import DeviceShardReduction, Scratch, ShardReduction
 from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
 
 __all__ = ["ScatteringReducer"]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.timeline.report.coverage import Floats
 from mpisgd.timeline.report.excerpt import (
     KINDS,
     Excerpt,
@@ -21,6 +20,7 @@ from mpisgd.timeline.report.excerpt import (
 )
 from mpisgd.timeline.report.figures import (
     Division,
+    Floats,
     Memory,
     Steps,
     divisions_of,

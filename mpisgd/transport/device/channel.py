@@ -21,7 +21,7 @@ from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
 from mpisgd.core.submission import inference_mode_of
 from mpisgd.errors import MpisgdError, NcclFailed
-from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.service_thread import InheritingThread
 from mpisgd.transport.device.nccl import NcclWork
 from mpisgd.transport.device.nccl_group import made_nccl
 from mpisgd.transport.device.nccl_watch import InFlight, watch

@@ -19,7 +19,7 @@ import torch
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.errors import NcclFailed
-from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.service_thread import InheritingThread
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.device.nccl import Nccl

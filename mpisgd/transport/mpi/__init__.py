@@ -8,8 +8,8 @@ from mpi4py import MPI
 
 from mpisgd.transport.mpi.communicator import Communicator, as_mpi
 from mpisgd.transport.mpi.datatypes import ELEMENT_TYPES
-from mpisgd.transport.mpi.fault_tolerance import MpiFaultTolerance
 from mpisgd.transport.mpi.library import (
+    MpiFaultTolerance,
     library_version,
     parent,
     progress,

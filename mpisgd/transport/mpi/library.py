@@ -1,12 +1,23 @@
 """The MPI library: its start, and what it can do."""
 
+import threading
+
 from mpi4py import MPI
 
 from mpisgd import config
 from mpisgd.errors import MpiFailed
-from mpisgd.transport.mpi.communicator import Communicator
+from mpisgd.transport.mpi.calls import OVERDUE, set_apart
+from mpisgd.transport.mpi.communicator import Communicator, free_abandoned, revoke_all
 
-__all__ = ["library_version", "parent", "progress", "start", "survives_losses", "thread_level"]
+__all__ = [
+    "MpiFaultTolerance",
+    "library_version",
+    "parent",
+    "progress",
+    "start",
+    "survives_losses",
+    "thread_level",
+]
 
 THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "SINGLE",
@@ -55,3 +66,25 @@ def library_version() -> str:
 def thread_level() -> str:
     """Return the thread level MPI runs at: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
     return THREAD_LEVELS[MPI.Query_thread()]
+
+
+class MpiFaultTolerance:
+    """What the failure detector asks of an MPI that outlives lost ranks; see its `FaultTolerance`."""
+
+    overdue = OVERDUE
+
+    def wait_for_news(self, stopped: threading.Event, limit_s: float) -> bool:
+        """Wait until the next look at MPI; return whether the detector has been stopped."""
+        return stopped.wait(limit_s)
+
+    def revoke_all(self) -> None:
+        """End whatever goes on over any communicator of this process, on all ranks that it reaches."""
+        revoke_all()
+
+    def set_apart(self, communicator: "Communicator | None") -> None:
+        """Let this communicator tell why others are revoked; see `mpisgd.transport.mpi.calls.set_apart`."""
+        set_apart(communicator)
+
+    def free_abandoned(self) -> None:
+        """Free the memory of abandoned requests, as far as MPI is done with it."""
+        free_abandoned()

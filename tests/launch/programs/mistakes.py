@@ -463,10 +463,10 @@ def main() -> None:
 
 def hurry() -> None:
     """Let ranks that wait for each other be looked for early, so that a test of many takes little time."""
-    from mpisgd.monitor import deadlock_detector, stall_monitor, state_collector
+    from mpisgd.monitor import deadlock_detector, state_collector, watchdog
 
     deadlock_detector.FIRST_S, deadlock_detector.SURE_S = 0.3, 0.2
-    stall_monitor.CHECK_S = state_collector.QUESTIONS_S = 0.1
+    watchdog.CHECK_S = state_collector.QUESTIONS_S = 0.1
 
 
 def abandon(scene: Scene) -> None:

@@ -13,7 +13,7 @@ import mpisgd
 import mpisgd.horovod as hvd
 from mpisgd.horovod.engine import stall_inspector
 from mpisgd.job.lifecycle import current_job
-from mpisgd.monitor import deadlock_detector, stall_monitor, state_collector
+from mpisgd.monitor import deadlock_detector, state_collector, watchdog
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -26,7 +26,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for ranks that wait for each other early."""
     monkeypatch.setattr(deadlock_detector, "FIRST_S", SOON_S)
     monkeypatch.setattr(deadlock_detector, "SURE_S", SOON_S)
-    monkeypatch.setattr(stall_monitor, "CHECK_S", SOON_S / 2)
+    monkeypatch.setattr(watchdog, "CHECK_S", SOON_S / 2)
     monkeypatch.setattr(state_collector, "QUESTIONS_S", SOON_S / 2)
     current_job().monitor.collector.shm.wake()
 

@@ -20,7 +20,7 @@ from mpisgd.methods.sharded import piecewise
 from mpisgd.methods.strategy.local_scaling import LocalScaling
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.threshold import threshold
-from mpisgd.optim import state_layout
+from mpisgd.optim import broadcast
 from mpisgd.sharding import divided_parameters
 from mpisgd.verification.programs.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
 from mpisgd.verification.programs.threads_backend import ThreadsBackend
@@ -119,7 +119,7 @@ MUTATIONS = {
         UnbucketedGradient, "fits", lambda _: lambda self, params: True, has(Convert)
     ),
     "a state lies as it was received": Mutation(
-        state_layout, "_laid_out", lambda _: lambda value, param: value, has(Broadcast)
+        broadcast, "_laid_out", lambda _: lambda value, param: value, has(Broadcast)
     ),
     "a residual lies as its parameter did before": Mutation(
         compression_state,

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpisgd.horovod.engine.exchange import RequestCache
-from mpisgd.horovod.engine.fusion import fuse
 from mpisgd.horovod.engine.request import Request
-from mpisgd.horovod.engine.request_table import WORLD, Decision, RequestTable
+from mpisgd.horovod.engine.request_table import WORLD, Decision, RequestTable, fuse
 
 SIZE, ROUNDS, NAMES = 3, 4, 5
 MEMBERS = {WORLD: (0, 1, 2), 1: (0, 2)}

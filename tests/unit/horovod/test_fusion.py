@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.horovod.engine.fusion import fuse
 from mpisgd.horovod.engine.request import Request
-from mpisgd.horovod.engine.request_table import Decision
+from mpisgd.horovod.engine.request_table import Decision, fuse
 
 PLAIN = Request("allreduce.x", "allreduce", 0, "Sum", ("float32",), ((2,),))
 

@@ -11,12 +11,11 @@ import mpisgd
 from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, current_owner, new_owner, owned_by
 from mpisgd.errors import JobError, NotInitialized
-from mpisgd.horovod.optimizer_serial import serial_of_new
+from mpisgd.horovod.process_sets import serial_of_new
 from mpisgd.job.job_of_thread import PROCESS, job_of_this_thread, job_place
 from mpisgd.job.lifecycle import abandon, current_job, is_initialized, shutdown, world
 from mpisgd.job.world import Job
-from mpisgd.threads.inheriting_thread import InheritingThread
-from mpisgd.threads.service_thread import ServiceThread
+from mpisgd.threads.service_thread import InheritingThread, ServiceThread
 
 
 @pytest.fixture(autouse=True)

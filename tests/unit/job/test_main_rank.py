@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mpisgd
-from mpisgd.job import main_rank
+from mpisgd.job import rank_info
 from mpisgd.job.threads_as_ranks import run_ranks
 
 
@@ -17,7 +17,7 @@ def test_rank_0_is_the_one(capsys):
 
 
 def test_before_the_job_the_launcher_says_who_it_is(monkeypatch):
-    monkeypatch.setattr(main_rank, "is_initialized", lambda: False)
+    monkeypatch.setattr(rank_info, "is_initialized", lambda: False)
     for rank, expected in (("0", True), ("2", False)):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")

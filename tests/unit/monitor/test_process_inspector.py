@@ -17,7 +17,7 @@ from mpisgd.monitor.process_inspector import (
     is_stopped_or_gone,
 )
 from mpisgd.monitor.rank_state import GONE, STOPPED, UNRESPONSIVE
-from mpisgd.monitor.stall_monitor import StallMonitor
+from mpisgd.monitor.watchdog import StallMonitor
 
 PROGRAM = """
 import ctypes, sys

@@ -25,8 +25,8 @@ from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.gossip.ad_psgd.bipartite import Roles
 from mpisgd.methods.gossip.ad_psgd.flat_copy import FlatCopy
 from mpisgd.threads import wait_registry
-from mpisgd.threads.inheriting_thread import InheritingThread
 from mpisgd.threads.scheduling import join, now_s, sleep, wait_for_event
+from mpisgd.threads.service_thread import InheritingThread
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
 

@@ -29,8 +29,7 @@ from mpisgd.compress.compressor import BucketLayout, Compressor, codec_of
 from mpisgd.compress.randomness import generator
 from mpisgd.core.group import Group
 from mpisgd.gossip.graph import Graph
-from mpisgd.gossip.neighbor_all_reduce import mix
-from mpisgd.gossip.neighbor_gather import neighbor_gather
+from mpisgd.gossip.neighbor_all_reduce import mix, neighbor_gather
 from mpisgd.method_state import own
 from mpisgd.methods.gossip.mixer import Mixer
 from mpisgd.methods.strategy.training import Training

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpisgd.sharding.offload.access_order import AccessOrder
+from mpisgd.sharding.offload.block_cache import AccessOrder
 
 
 def after(*indices):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from invented_runs import counter, head, operation, span, step
 
-from mpisgd.timeline.report.coverage import Coverage
-from mpisgd.timeline.report.figures import divisions_of, links_of, memory_of, steps_of
+from mpisgd.timeline.report.figures import Coverage, divisions_of, links_of, memory_of, steps_of
 from mpisgd.timeline.summary import executions
 
 
