@@ -20,7 +20,7 @@ from mpisgd.config import is_launched
 if TYPE_CHECKING:
     from mpisgd.verification.cell import Cell
     from mpisgd.verification.matrix import Plan
-    from mpisgd.verification.method_matrix import Tried
+    from mpisgd.verification.method_matrix import Row, Tried
 
 __all__ = ["verify"]
 
@@ -48,6 +48,10 @@ def verify(
             'checkout; "none": let ranks of this host count as those of two.'
         ),
     ] = "",
+    method: Annotated[
+        str,
+        typer.Option(metavar="MODULE:CALL", help="A strategy or compressor of your own, and nothing else."),
+    ] = "",
     json_file: Json = None,
     plot_file: Picture = None,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for each job.")] = 600.0,
@@ -62,18 +66,23 @@ def verify(
     The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is.
     """
     from mpisgd.verification.matrix import Plan
+    from mpisgd.verification.method_matrix import row_of, rows
     from mpisgd.verification.sabotage import Sabotage
 
     killed = Sabotage(losing) if losing else None
     plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
     here = is_launched()
-    tried = [] if here else _methods(plan)
-    if not tried and not plan.modes():
-        raise mpisgd.JobError(f"--only: no mode's name contains {only!r}")
-    if here:
-        found = _in_this_job(plan, cells)
-    elif tried and not plan.modes():
+    if method:
+        tried, modes = _tried([row_of(method)], plan), []
+    else:
+        named = [] if here else [row for row in rows() if only.lower() in row.name.lower()]
+        tried, modes = _tried(named, plan), plan.modes()
+        if not tried and not modes:
+            raise mpisgd.JobError(f"--only: no mode's name contains {only!r}")
+    if not modes:
         found = []
+    elif here:
+        found = _in_this_job(plan, cells)
     else:
         found = _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
     if cells is None and (not here or mpisgd.rank() == 0):
@@ -84,21 +93,23 @@ def verify(
         raise typer.Exit(1)
 
 
-def _methods(plan: "Plan") -> "list[Tried]":
+def _tried(chosen: "Sequence[Row]", plan: "Plan") -> "list[Tried]":
     """Try methods in situations, on ranks that are threads, and show how far that is."""
     from rich.console import Console
     from rich.progress import Progress
 
     from mpisgd.verification.run_matrix import run_matrix
 
+    if not chosen:
+        return []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("methods x situations", total=None)
         return run_matrix(
+            chosen,
             lambda done, total: progress.update(task, completed=done, total=total),
             quick=plan.quick,
             sabotage=plan.sabotage,
-            only=plan.only,
         )
 
 

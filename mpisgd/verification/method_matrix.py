@@ -18,16 +18,18 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import mpisgd
+from mpisgd.errors import InvalidArgument
 from mpisgd.methods import catalogue
 from mpisgd.methods.cast.cast import Cast
 from mpisgd.methods.catalogue import text_of
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.contract import violation
 from mpisgd.verification.programs.execute import has_reference
+from mpisgd.verification.programs.option_text import evaluated
 from mpisgd.verification.programs.program import Optimizer, Program
 from mpisgd.verification.situations import SITUATIONS, Situation, compose, plain_program
 
-__all__ = ["DIVISIONS", "Row", "Tried", "alone_in", "packed", "pairs_of", "rows"]
+__all__ = ["DIVISIONS", "Row", "Tried", "alone_in", "packed", "pairs_of", "row_of", "rows"]
 
 DIVISIONS = ((3, 0), (2, 0), (4, 2), (3, 1), (4, 0), (2, 1), (3, 2), (1, 0))  # ranks, and those of each host
 PACK = 5  # situations in one program, at most
@@ -118,6 +120,20 @@ def rows() -> Iterator[Row]:
     for optimizer in ONE_BIT:
         given = ", ".join(f"{key}={value}" for key, value in optimizer.settings[1:])
         yield Row(f"{optimizer.name}({given})", optimizer, exact=False)
+
+
+def row_of(text: str) -> Row:
+    """Return the row of a method of the user's own, written as `my_methods:BlockMomentum(steps=2)`.
+
+    Raises:
+        InvalidArgument: it is neither a strategy nor a compressor.
+    """
+    expression = text.replace(":", ".", 1)
+    value = evaluated(expression)
+    if not isinstance(value, mpisgd.Strategy | mpisgd.Compressor):
+        raise InvalidArgument(f"--method: {text} is neither a strategy nor a compressor")
+    option = "strategy" if isinstance(value, mpisgd.Strategy) else "compression"
+    return Row(text, Optimizer("SGD", MOMENTUM, (), ((option, expression),)), exact=False)
 
 
 def _is_defined(row: Row) -> bool:
@@ -218,15 +234,18 @@ def _grown(
             whatever can be is added.
     """
     grown, order = list(pack), list(SITUATIONS)
+    before, _ = _program(row, grown, number)
+    if before is None:
+        return grown
+    is_compared = has_reference(before)
     for situation in others:
         if len(grown) == PACK:
             break
         pairs = {tuple(sorted((each.name, situation.name), key=order.index)) for each in grown}
-        if situation in grown or (left is not None and not pairs <= {*left}):
+        if situation in grown or (left is not None and not all(pair in left for pair in pairs)):
             continue
-        before, _ = _program(row, grown, number)
         after, _ = _program(row, [*grown, situation], number)
-        if before is None or after is None or has_reference(before) != has_reference(after):
+        if after is None or has_reference(after) != is_compared:
             continue
         if left is not None or run(replace(after, events=())).kind == "ok":
             grown.append(situation)

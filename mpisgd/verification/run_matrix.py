@@ -10,7 +10,7 @@ from functools import cache
 
 import psutil
 
-from mpisgd.verification.method_matrix import Row, Tried, alone_in, packed, pairs_of, rows
+from mpisgd.verification.method_matrix import Row, Tried, alone_in, packed, pairs_of
 from mpisgd.verification.programs.program import parse
 from mpisgd.verification.programs.python_text import python_text
 from mpisgd.verification.programs.threads_backend import ThreadsBackend
@@ -23,33 +23,28 @@ SABOTAGES = tuple(sabotage for sabotage in Sabotage if sabotage is not Sabotage.
 
 
 def run_matrix(
-    report: Callable[[int, int], None], *, quick: bool = False, sabotage: bool = False, only: str = ""
+    chosen: Sequence[Row], report: Callable[[int, int], None], *, quick: bool = False, sabotage: bool = False
 ) -> list[Tried]:
-    """Return what became of every method in every situation, and in pairs of them unless it is quick.
+    """Return what became of methods in every situation, and in pairs of them unless it is quick.
 
     Args:
+        chosen: the methods.
         report: called with the number of methods that are done, and of all.
         quick: every situation once, in as few programs as that takes.
         sabotage: break these programs, each in one way; see `Sabotage`.
-        only: methods whose name contains this text.
     """
-    numbers = [number for number, row in enumerate(_rows()) if only.lower() in row.name.lower()]
     context = multiprocessing.get_context("spawn")  # torch's threads do not outlive a fork
     cores = psutil.cpu_count(logical=False) or 1
     found: dict[int, list[Tried]] = {}
-    if not numbers:
-        return []
-    with concurrent.futures.ProcessPoolExecutor(min(cores, len(numbers)), mp_context=context) as pool:
-        works = {pool.submit(_try_row, number, quick or sabotage, sabotage): number for number in numbers}
+    with concurrent.futures.ProcessPoolExecutor(min(cores, len(chosen)), mp_context=context) as pool:
+        works = {
+            pool.submit(_try_row, row, number, quick or sabotage, sabotage): number
+            for number, row in enumerate(chosen)
+        }
         for work in concurrent.futures.as_completed(works):
             found[works[work]] = work.result()
-            report(len(found), len(numbers))
-    return [tried for number in numbers for tried in found[number]]
-
-
-@cache
-def _rows() -> list[Row]:
-    return list(rows())
+            report(len(found), len(chosen))
+    return [tried for number in sorted(found) for tried in found[number]]
 
 
 @cache
@@ -57,9 +52,9 @@ def _backend() -> ThreadsBackend:
     return ThreadsBackend()
 
 
-def _try_row(number: int, quick: bool, sabotage: bool) -> list[Tried]:
+def _try_row(row: Row, number: int, quick: bool, sabotage: bool) -> list[Tried]:
     """Try a method: what a process of the pool does."""
-    row, run = _rows()[number], _backend().run
+    run = _backend().run
     found = list(packed(row, number, run) if quick else alone_in(row, number, run))
     if any(tried.sabotage for tried in found):
         return list(_sabotaged(found))

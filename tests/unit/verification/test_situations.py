@@ -1,0 +1,118 @@
+"""Methods x situations: what is put into a program, which programs cover the product, and what is found."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import mpisgd
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.verification.method_matrix import DIVISIONS, Row, alone_in, packed, pairs_of, row_of, rows
+from mpisgd.verification.programs.compare import Verdict
+from mpisgd.verification.programs.contract import violation
+from mpisgd.verification.programs.program import Clip, Optimizer, Reload, Step, parse
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.verification.run_matrix import summary_of_matrix
+from mpisgd.verification.sabotage import Sabotage
+from mpisgd.verification.situations import SITUATIONS, compose, plain_program
+
+PLAIN = plain_program(Optimizer(), 3, 0, exact=True)
+SYNCHRONOUS = Row("Synchronous()", Optimizer("SGD", (("lr", 0.25), ("momentum", 0.5))), exact=True)
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_situation_changes_the_plain_program_into_one_that_may_be(name):
+    changed = compose(PLAIN, [SITUATIONS[name]])
+    assert changed is not None
+    assert changed != compose(PLAIN, [])
+    assert violation(changed) == ""
+
+
+def test_situations_are_put_on_each_other_in_one_order():
+    one, other = SITUATIONS["clipped"], SITUATIONS["resumed"]
+    both = compose(PLAIN, [one, other])
+    assert both == compose(PLAIN, [other, one])
+    kinds = [type(event) for event in both.events]
+    assert kinds.count(Clip) == kinds.count(Step) == 5
+    assert kinds.count(Reload) == 1
+
+
+def test_every_pass_has_data_of_its_own():
+    names = ("two passes a step", "a backward that fails", "accumulated in no_sync")
+    program = compose(PLAIN, [SITUATIONS[name] for name in names])
+    data = [event.data for event in program.events if hasattr(event, "data")]
+    assert len(data) == 5 * 4 + 1
+    assert len({*data}) == len(data)
+
+
+def fine(program):
+    return Verdict("ok")
+
+
+def test_pairs_cover_all_that_are_allowed():
+    singles = list(alone_in(SYNCHRONOUS, 0, fine))
+    tried = list(pairs_of(SYNCHRONOUS, singles, 0, fine))
+    covered = {pair for each in tried for pair in itertools.combinations(each.situations, 2)}
+    allowed = [each.situations[0] for each in singles if each.kind == "ok" and each.situations]
+    assert covered >= {*itertools.combinations(allowed, 2)}
+    assert len(tried) < 0.4 * len(covered), "several pairs share a program"
+
+
+def test_each_situation_comes_once_in_the_quick_form():
+    tried = list(packed(SYNCHRONOUS, 0, fine))
+    names = [name for each in tried for name in each.situations]
+    assert sorted(names) == sorted(SITUATIONS)
+    divisions = {(parse(each.program).ranks, parse(each.program).ranks_per_host) for each in tried}
+    assert len(divisions) >= len(DIVISIONS) - 1, "the ranks go round"
+
+
+def wrong_where_clipped(program):
+    return Verdict("values" if any(isinstance(event, Clip) for event in program.events) else "ok")
+
+
+def test_a_program_that_is_wrong_is_tried_again_in_parts():
+    tried = list(packed(SYNCHRONOUS, 0, wrong_where_clipped))
+    wrong = {each.situations for each in tried if each.is_fault and len(each.situations) == 1}
+    assert wrong == {("clipped",), ("clipped by torch",), ("clipped by value",)}
+
+
+def test_all_methods_have_a_row():
+    names = [row.name for row in rows()]
+    assert len({*names}) == len(names)
+    kinds = "Synchronous Sharded LocalSGD DiLoCo Gossip ElasticAveraging ParameterServer TopK OneBitAdam"
+    assert all(any(kind in name for name in names) for kind in kinds.split())
+
+
+def test_a_row_of_the_users_own_is_a_strategy_or_a_compressor():
+    assert row_of("mpisgd:LocalSGD(3)").optimizer.option("strategy") == "mpisgd.LocalSGD(3)"
+    assert row_of("mpisgd.compress:TopK(ratio=0.5)").optimizer.option("compression")
+    with pytest.raises(mpisgd.InvalidArgument, match="neither a strategy nor a compressor"):
+        row_of("mpisgd:ReduceOp.SUM")
+
+
+def test_gradients_that_are_averaged_are_right_in_every_situation():
+    backend = ThreadsBackend()
+    tried = list(packed(SYNCHRONOUS, 3, backend.run))
+    assert not [each for each in tried if each.is_fault]
+    assert all(each.has_reference for each in tried if each.kind == "ok")
+    lines = summary_of_matrix(tried)
+    assert len(lines) == 1
+    assert lines[0].endswith("0 are wrong")
+
+
+@pytest.mark.parametrize("sabotage", [each for each in Sabotage if each is not Sabotage.NONE])
+def test_what_is_broken_on_purpose_is_found(sabotage):
+    program = SYNCHRONOUS.program([SITUATIONS["two learning rates"]], (3, 0))
+    assert ThreadsBackend().run(program, sabotage).kind in ("values", "bits")
+
+
+def test_a_residual_that_is_lost_by_saving_is_found(monkeypatch):
+    """A mutation that no situation alone but `resumed` can see."""
+    row = next(row for row in rows() if row.name == "compress.TopK(ratio=0.3)")
+    plain, resumed = (row.program(each, (2, 0)) for each in ((), (SITUATIONS["resumed"],)))
+    backend = ThreadsBackend()
+    assert backend.run(resumed).kind == "ok"
+    monkeypatch.setattr(CompressionState, "take", lambda self, alike, own: None)
+    assert backend.run(plain).kind == "ok"
+    assert backend.run(resumed).kind == "values"
