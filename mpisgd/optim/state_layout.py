@@ -8,7 +8,7 @@ channels last or transposed does not: elements would be updated with the momentu
 import torch
 from torch import Tensor
 
-from mpisgd.gradients.fusion_buffer import layout_of
+from mpisgd.gradients.fusion_buffer import laid_out
 
 __all__ = ["lay_out_state"]
 
@@ -20,11 +20,4 @@ def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
             continue
         for key, value in entries.items():
             if type(value) is Tensor and value.dim() > 1 and value.shape == param.shape:
-                entries[key] = _laid_out(value, param)
-
-
-def _laid_out(value: Tensor, param: Tensor) -> Tensor:
-    if value.layout is not torch.strided or value.stride() == (stride := layout_of(param).stride):
-        return value
-    moved = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    return moved.copy_(value)
+                entries[key] = laid_out(value, param)
