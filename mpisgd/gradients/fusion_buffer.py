@@ -14,7 +14,7 @@ from torch import Tensor
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.kinds import ALL_DENSE, DENSE, kinds_of
 
-__all__ = ["FusionBuffer", "Layout", "layout_of", "window"]
+__all__ = ["FusionBuffer", "Layout", "laid_out", "layout_of", "window"]
 
 
 class Layout(NamedTuple):
@@ -27,6 +27,17 @@ class Layout(NamedTuple):
 def layout_of(param: Tensor) -> Layout:
     """Return how a gradient lies: as its parameter, so that optimizers walk both alike, but without gaps."""
     return Layout(param.shape, torch.empty_like(param, device="meta").stride())
+
+
+def laid_out(tensor: Tensor, param: Tensor) -> Tensor:
+    """Return a tensor of a parameter's shape as it is, or a copy of it, such that it lies as the gradient.
+
+    Fused optimizers walk a parameter, its gradient and its state in the order of memory, whatever their
+    strides: elements would be updated by the gradients of others. What is sparse is returned as it is.
+    """
+    if tensor.layout is not torch.strided or tensor.stride() == (stride := layout_of(param).stride):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def shape_in_memory(param: Tensor) -> torch.Size:

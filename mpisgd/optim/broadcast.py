@@ -12,7 +12,7 @@ from mpisgd.collectives.coalesced import broadcast_coalesced
 from mpisgd.collectives.objects import allocate_tensors, broadcast_object, extract_tensors
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.fusion_buffer import layout_of
+from mpisgd.gradients.fusion_buffer import laid_out
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
@@ -186,11 +186,4 @@ def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
             continue
         for key, value in entries.items():
             if type(value) is Tensor and value.dim() > 1 and value.shape == param.shape:
-                entries[key] = _laid_out(value, param)
-
-
-def _laid_out(value: Tensor, param: Tensor) -> Tensor:
-    if value.layout is not torch.strided or value.stride() == (stride := layout_of(param).stride):
-        return value
-    moved = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    return moved.copy_(value)
+                entries[key] = laid_out(value, param)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.gradients.fusion_buffer import laid_out
 from mpisgd.method_state import LOST, OWNER, REBUILD
 from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World
 from mpisgd.methods.synchronous.paper import Synchronous
@@ -284,7 +285,7 @@ class PaperRun:
 
     def _give(self, rank: int, g: Vec) -> None:
         for name, param in self._params[rank].items():
-            param.grad = _as_it_lies(g[name], param) if name in g else None
+            param.grad = laid_out(g[name].clone(), param) if name in g else None
 
     def _optimized(self, rank: int, x: Vec, g: Vec) -> Vec:
         """Return the parameters after a step of a rank's optimizer."""
@@ -292,13 +293,6 @@ class PaperRun:
         self._give(rank, g)
         self._optimizers[rank].step()
         return self._values(rank).only(x)
-
-
-def _as_it_lies(grad: Tensor, param: Tensor) -> Tensor:
-    """Return a copy that lies as its parameter: fused optimizers walk both in the order of memory."""
-    if grad.layout is not torch.strided:
-        return grad.clone()
-    return torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
 def _joined(state: Any, added: Any) -> Any:

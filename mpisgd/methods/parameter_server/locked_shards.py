@@ -26,6 +26,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.event_log import Entry, Place, grads_of
+from mpisgd.gradients.fusion_buffer import laid_out
 from mpisgd.methods.parameter_server.layout import PARAMETER, Schema, lay_out_shards
 from mpisgd.methods.parameter_server.shard_memory import ShardMemory, Version
 from mpisgd.methods.parameter_server.worker import Worker
@@ -178,7 +179,7 @@ class LockedShards(Worker):
             if i in leaves and key != PARAMETER:
                 state[leaves[i]][key] = tensor
         for i, leaf in leaves.items():
-            leaf.grad = grads[i]
+            leaf.grad = laid_out(grads[i], leaf)  # which lies in the order of its elements
         with _standing_in(optimizer, self._by_group(leaves), state):
             single_step(optimizer)(optimizer)
         for place, ((i, key), slot) in enumerate(version.tensors.items()):

@@ -119,7 +119,7 @@ MUTATIONS = {
         UnbucketedGradient, "fits", lambda _: lambda self, params: True, has(Convert)
     ),
     "a state lies as it was received": Mutation(
-        broadcast, "_laid_out", lambda _: lambda value, param: value, has(Broadcast)
+        broadcast, "laid_out", lambda _: lambda value, param: value, has(Broadcast)
     ),
     "a residual lies as its parameter did before": Mutation(
         compression_state,
