@@ -44,6 +44,7 @@ class DistributedTraining(Training):
         super().__init__(program, [mpisgd.rank()], self.weight_of(program))
 
     def weight_of(self, program: Program) -> float:
+        """Return what the loss of a rank counts, so that the ranks' come to their sum."""
         return 1.0 if program.optimizers[0].sums else float(self._num_ranks)
 
     @property

@@ -109,7 +109,9 @@ class _ElasticTraining(DistributedTraining):
 
     def _resume(self, state: elastic.State) -> None:
         """Take over what was restored, for those that are left."""
-        self.optimizers = [getattr(state, f"optimizer_{place}") for place in range(len(self.program.optimizers))]
+        self.optimizers = [
+            getattr(state, f"optimizer_{place}") for place in range(len(self.program.optimizers))
+        ]
         for param, frozen in zip(self.model.params, state.frozen, strict=True):
             param.requires_grad_(not frozen)
         if self.scaler is not None:
