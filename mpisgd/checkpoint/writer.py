@@ -17,8 +17,8 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.threads.scheduling import join
-from mpisgd.threads.service_thread import InheritingThread
+from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.scheduling import join, runs
 
 __all__ = ["Writer"]
 
@@ -119,7 +119,7 @@ class Writer:
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written; only the first rank knows."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and runs(self._thread)
 
     def _may_begin(self) -> bool:
         if self.when_busy == "skip" and self.busy:

@@ -45,7 +45,7 @@ class StateHandler:
         """Adapt the value to the present number of ranks, if it depends on it."""
 
     def end_reset(self) -> None:
-        """Do what can be done only when the program's reset callbacks have made its groups again. Collective."""
+        """Do what waits for the program's reset callbacks, which make its groups again. Collective."""
 
     def sync(self) -> None:
         """Broadcast the value of rank 0. Collective."""

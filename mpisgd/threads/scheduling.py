@@ -20,6 +20,7 @@ __all__ = [
     "install",
     "join",
     "now_s",
+    "runs",
     "scheduler",
     "sleep",
     "wait_for_condition",
@@ -91,6 +92,11 @@ def sleep(seconds: float) -> None:
         time.sleep(seconds)
     else:
         own.wait(lambda: False, seconds)
+
+
+def runs(thread: threading.Thread) -> bool:
+    """Return whether a thread was started and has not ended."""
+    return thread.is_alive() if (own := scheduler()) is None else own.runs(thread)
 
 
 def join(thread: threading.Thread, limit_s: float | None) -> None:

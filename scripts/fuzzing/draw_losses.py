@@ -9,12 +9,17 @@ from mpisgd.verification.programs.contract import violation
 from mpisgd.verification.programs.lost_ranks import NOT_UNDONE
 from mpisgd.verification.programs.program import Broadcast, Commit, Event, Lose, Program
 
-__all__ = ["with_losses"]
+__all__ = ["loses", "with_losses"]
 
 TRIES = 20
 LATE_SHARE = 0.5  # of the losses that come in the middle of something
 HOST_SHARE = 0.3  # of those that are of a host, where there are several
 LARGEST_WAIT = 300  # an event takes between none and some hundred waits and messages
+
+
+def loses(seed: int, share: float) -> bool:
+    """Return whether the program of a seed is one of this share that have losses."""
+    return random.Random(f"loses {seed}").random() < share
 
 
 def with_losses(program: Program) -> Program:

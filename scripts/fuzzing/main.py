@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from fuzzing.both_backends import BothBackends
 from fuzzing.draw import draw
+from fuzzing.draw_losses import loses, with_losses
 from fuzzing.mpirun_backend import MpirunBackend
 from fuzzing.schedules import run_schedules
 from fuzzing.shrink import shrink
@@ -136,6 +137,12 @@ def main(words: Sequence[str] | None = None) -> int:
         "--strategy", default="", help='of every program: "my_module:MyStrategy(2)", with a method paper()'
     )
     parser.add_argument(
+        "--losses",
+        type=float,
+        default=0.1,
+        help="share of the programs on threads in which ranks are lost (%(default)s)",
+    )
+    parser.add_argument(
         "--backend",
         choices=("mpirun", "threads", "both"),
         default="mpirun",
@@ -155,8 +162,12 @@ def main(words: Sequence[str] | None = None) -> int:
         seeds = range(chosen.only, chosen.only + 1)
     strategy = chosen.strategy.replace(":", ".", 1)
     programs = [draw(seed, chosen.ranks, chosen.ranks_per_host, strategy) for seed in seeds]
+    if chosen.backend == "threads":
+        programs = [with_losses(each) if loses(each.seed, chosen.losses) else each for each in programs]
     if chosen.text:
         programs = [parse(chosen.text)]
+    if chosen.backend != "threads" and any(program.loses for program in programs):
+        parser.error("ranks are lost where they are threads alone: --backend threads")
     with _backend(chosen.backend) as backend:
         report = fuzz(programs, backend, max_faults=chosen.max_faults, shrink_runs=chosen.shrink_runs)
     for reason, count in report.refused.most_common() if chosen.refusals else ():

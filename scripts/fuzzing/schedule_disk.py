@@ -1,7 +1,7 @@
 """Checkpoints in a schedule: saved at once or in the background, and loaded, on disks that fail.
 
 Each group has a folder. Its ranks note alike which steps must be there and which may be: those of which a
-save has failed, or has not ended yet. What is loaded must be one of these, whole, and none older than one that
+save has failed, or has not ended yet. What is loaded must be one of these, whole, and not older than one that
 must be there.
 """
 
@@ -137,7 +137,8 @@ class RankDisk:
         try:
             self._writers[group].wait()
         except mpisgd.CheckpointError as exc:
-            assert act is not None, f"nothing was being written: {exc}"
+            if act is None:
+                raise AssertionError(f"nothing was being written: {exc}") from exc
             self._failed(act, "write", exc)
         else:
             if act is not None:

@@ -2,8 +2,9 @@
 
     ./scripts/fuzz --schedules 10000 --seed 1
 
-A seed draws what the ranks do, in which order they run, and whether one of them or a host is lost. Each value
-is compared with what it must be; at the end nothing may be left over. Ranks are threads of this process
+A seed draws what the ranks do, in which order they run, whether a rank or a host is lost, and what fails:
+allocations, and writes of checkpoints. Each value is compared with what it must be; at the end nothing may be
+left over. Ranks are threads of this process
 (`mpisgd.job.threads_as_ranks`).
 """
 
@@ -116,11 +117,17 @@ class LeftOver(NamedTuple):
 
 
 def run_schedules(seeds: range, *, writes: bool = False, max_faults: int = 20, shrink_runs: int = 150) -> int:
-    """Run many, shrink and print those that went wrong, and return how many these were; `writes`: see `draw`."""
+    """Run many, shrink and print those that went wrong, and return how many these were.
+
+    Args:
+        seeds: of them.
+        writes: see `draw`.
+        max_faults: after which nothing more is run.
+        shrink_runs: how many are run at most to shrink one.
+    """
     warnings.filterwarnings("ignore", ".*failed and nobody waited", RuntimeWarning)
     warnings.filterwarnings("ignore", ".*share a host but no memory", RuntimeWarning)
-    num_disk_faults = 0
-    began_s, wrong, num_losses, before = time.monotonic(), 0, 0, LeftOver.now()
+    began_s, wrong, num_losses, num_disk_faults, before = time.monotonic(), 0, 0, 0, LeftOver.now()
     for seed in seeds:
         schedule = draw(seed, writes=writes)
         num_losses += schedule.loss is not None
@@ -139,8 +146,8 @@ def run_schedules(seeds: range, *, writes: bool = False, max_faults: int = 20, s
     took_s = time.monotonic() - began_s
     rate = len(seeds) / took_s
     print(
-        f"{len(seeds)} schedules, {num_losses} with a loss, {num_disk_faults} with a disk that fails, in {took_s:.1f} s, {rate:.1f} per second; "
-        f"{wrong} failed",
+        f"{len(seeds)} schedules, {num_losses} with a loss, {num_disk_faults} with a disk that fails, in "
+        f"{took_s:.1f} s, {rate:.1f} per second; {wrong} failed",
         file=sys.stdout,
     )
     return wrong

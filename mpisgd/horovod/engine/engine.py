@@ -31,8 +31,8 @@ from mpisgd.horovod.engine.stall_inspector import registered_wait
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job.world import Job
 from mpisgd.monitor.rank_snapshot import stack_of
-from mpisgd.threads import wait_registry
-from mpisgd.threads.service_thread import InheritingThread
+from mpisgd.threads import scheduling, wait_registry
+from mpisgd.threads.inheriting_thread import InheritingThread
 from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = ["Engine"]
@@ -271,11 +271,11 @@ class Engine(Cycles):
         """
         began_s = time.monotonic()
         with registered_wait(lambda: self._wait_reason(None), began_s):
-            while self._thread.is_alive():
-                self._thread.join(min(JOIN_INTERVAL_S, self._limit_s))
+            while scheduling.runs(self._thread):
+                scheduling.join(self._thread, min(JOIN_INTERVAL_S, self._limit_s))
                 if (error := wait_registry.cancel_error(began_s)) is not None:
                     raise error
-                if self._thread.is_alive() and time.monotonic() - began_s > self._limit_s:
+                if scheduling.runs(self._thread) and time.monotonic() - began_s > self._limit_s:
                     raise CollectiveTimeout(self._why_not_over())
 
     def _why_not_over(self) -> str:

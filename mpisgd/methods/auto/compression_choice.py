@@ -5,7 +5,6 @@ code that reduces those of the model.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.methods.auto.auto import Auto
 from mpisgd.standard_error import print_to_user
+from mpisgd.threads.scheduling import now_s
 
 __all__ = ["Choice", "Trial", "choose_compression", "sample_shapes", "with_chosen_compression"]
 
@@ -91,9 +91,9 @@ class Trial:
         return min(found[1:] or found) * self._scale
 
     def _slowest(self, action: Callable[[], None]) -> float:
-        started = time.perf_counter()
+        started_s = now_s()
         action()
-        elapsed = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+        elapsed = torch.tensor(now_s() - started_s, dtype=torch.float64)
         all_reduce(elapsed, ReduceOp.MAX, self._group)
         return float(elapsed)
 

@@ -26,13 +26,20 @@ __all__ = ["ForwardOverlap", "wait_for_parameters"]
 Module = torch.nn.Module
 
 
-class _Overlaps(weakref.WeakSet["ForwardOverlap"]):
-    """Those of a rank."""
+class _Overlaps(weakref.WeakValueDictionary[int, "ForwardOverlap"]):
+    """Those of a rank, by number, in the order in which they were made: all ranks wait for them in that."""
+
+    num_made = 0
+
+    def add(self, overlap: "ForwardOverlap") -> None:
+        """Add one."""
+        self.num_made += 1
+        self[self.num_made] = overlap
 
 
 def wait_for_parameters() -> None:
     """Return when no parameters are under way: for functions that read those of any model."""
-    for overlap in list(job_place().own(_Overlaps)):
+    for overlap in list(job_place().own(_Overlaps).values()):
         overlap.wait()
 
 

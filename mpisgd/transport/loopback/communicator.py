@@ -57,7 +57,7 @@ class LoopbackCommunicator:
         self._num_apart: Counter[Any] = Counter()
         self._acknowledged: frozenset[int] = frozenset()
         if not apart:
-            context.network.communicators[self.process].add(self)
+            context.network.communicators[self.process][self] = None
 
     # -- meetings -----------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class LoopbackCommunicator:
     def free(self) -> None:
         """Free the communicator. Collective."""
         self._meet("Comm_free", None)
-        self._network.communicators[self.process].discard(self)
+        self._network.communicators[self.process].pop(self, None)
 
     def abort(self, exit_code: int) -> None:
         """End the job."""

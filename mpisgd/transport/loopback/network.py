@@ -10,7 +10,6 @@ how much arrives. The others notice it one after the other.
 
 import functools
 import itertools
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -210,7 +209,8 @@ class Network:
         self.lost: set[int] = set()
         self.known: defaultdict[int, set[int]] = defaultdict(set)
         self.news: Counter[int] = Counter()
-        self.communicators: defaultdict[int, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        # Not weak: what a reference cycle keeps lives until garbage is collected, which no seed decides.
+        self.communicators: defaultdict[int, dict[Any, None]] = defaultdict(dict)
         self.world = Context(self, range(len(hosts)))
         self._timeout_s = timeout_s
         self._unmatched: defaultdict[int, dict[Context, int]] = defaultdict(dict)

@@ -48,7 +48,7 @@ class DistributedTraining(Training):
         return group_of(self.program)
 
     def weight_of(self, program: Program) -> float:
-        """Return what the loss of each rank counts, of which gradients are the mean or the sum."""
+        """Return what the loss of a rank counts, so that the ranks' come to their sum."""
         return 1.0 if program.optimizers[0].sums else float(self._num_ranks)
 
     @property

@@ -15,6 +15,7 @@ from mpisgd.verification.programs.variants import ranks_agree
 
 __all__ = ["python_text"]
 
+IMPORTS = ("import contextlib", "import copy", "import math", "", "import torch", "from torch import nn", "")
 INTEGERS = "((i * (i + key) + 5 * key) % 7 - 3)"
 COSINES = "torch.cos(i * (0.7 + key % 11) + key)"
 USERS = {
@@ -37,24 +38,30 @@ class Raises(torch.autograd.Function):
 
 def python_text(program: Program) -> str:
     """Return the text; what starts it is in its first line."""
+    if program.loses:
+        return _text_with_losses(program)
     compares = has_reference(program) and ranks_agree(program)
     environment = f"MPISGD_RANKS_PER_HOST={program.ranks_per_host} " if program.ranks_per_host else ""
     lines = [
         f"# {environment}mpirun -n {program.ranks} --oversubscribe python THIS_FILE",
-        *("import contextlib", "import copy", "import math", "", "import torch", "from torch import nn", ""),
+        *IMPORTS,
         *("import mpisgd", "", "mpisgd.init(timeout_s=10)"),
         *_group(program),
     ]
-    if any(isinstance(event, events.FailedBackward) for event in program.events):
-        lines += ["", *RAISES.splitlines()]
-    lines += ["", "", "def numbers(shape, key):", "    i = torch.arange(math.prod(shape))"]
-    lines += [f"    return {INTEGERS if program.exact else COSINES}.double().reshape(shape)", "", ""]
+    lines += _definitions(program)
     lines += ["def train(ranks, weight, wraps):", *_indented(list(_body(program)), 1), "", ""]
     weight = 1 if program.optimizers[0].sums else program.ranks
     lines += [f"mine = train([mpisgd.rank()], {weight}, True)"]
     lines += [f"right = train(range({program.ranks}), 1, False)"] if compares else []
     lines += [f"print(mpisgd.rank(), mine{', right' if compares else ''})"]
     return "\n".join(lines)
+
+
+def _definitions(program: Program) -> list[str]:
+    fails = any(isinstance(event, events.FailedBackward) for event in program.events)
+    lines = ["", *RAISES.splitlines()] if fails else []
+    lines += ["", "", "def numbers(shape, key):", "    i = torch.arange(math.prod(shape))"]
+    return [*lines, f"    return {INTEGERS if program.exact else COSINES}.double().reshape(shape)", "", ""]
 
 
 def _indented(lines: Iterator[str] | list[str], levels: int) -> list[str]:
@@ -70,6 +77,23 @@ def _group(program: Program) -> list[str]:
 
 def _body(program: Program) -> Iterator[str]:
     """Yield the lines of `train`."""
+    yield from _setup(program)
+    for event in program.events:
+        lines = list(_event(program, event))
+        if program.is_resized and not (isinstance(event, events.Reload) and event.ranks):
+            if isinstance(event, events.AddGroup):
+                yield from lines[:2]
+            lines = ["if takes_part:", *_indented(lines[2 * isinstance(event, events.AddGroup) :], 1)]
+        yield from lines
+    yield _result(program)
+
+
+def _result(program: Program) -> str:
+    return f"return [{', '.join(f'p{place}.tolist()' for place in range(len(program.layers)))}]"
+
+
+def _setup(program: Program) -> Iterator[str]:
+    """Yield what is before all events."""
     for place, layer in enumerate(program.layers):
         values = f"numbers({layer.shape}, {1000 + place}){_cast(layer)}"
         values += ".t().contiguous().t()" if layer.transposed else ""
@@ -84,14 +108,62 @@ def _body(program: Program) -> Iterator[str]:
     yield from (f"has_{place} = False" for place in sorted(late))
     yield from _loss(program, late)
     yield from _backward(program)
-    for event in program.events:
-        lines = list(_event(program, event))
-        if program.is_resized and not (isinstance(event, events.Reload) and event.ranks):
-            if isinstance(event, events.AddGroup):
-                yield from lines[:2]
-            lines = ["if takes_part:", *_indented(lines[2 * isinstance(event, events.AddGroup) :], 1)]
-        yield from lines
-    yield f"return [{', '.join(f'p{place}.tolist()' for place in range(len(program.layers)))}]"
+
+
+def _text_with_losses(program: Program) -> str:
+    """Return the text of a program whose ranks are threads, since nothing else loses one at a given wait."""
+    each = program.ranks_per_host or program.ranks
+    hosts = [min(each, program.ranks - first) for first in range(0, program.ranks, each)]
+    lines = ["# python THIS_FILE", *IMPORTS, "import mpisgd", "from mpisgd import elastic"]
+    lines += ["from mpisgd.job.threads_as_ranks import lose_ranks, run_ranks"]
+    lines += [*_definitions(program), "def train():", *_indented(list(_elastic_body(program)), 1), "", ""]
+    given = f"seed={program.seed}, ranks_per_host={hosts}, losses=()"
+    return "\n".join([*lines, f"print(*run_ranks({program.ranks}, train, {given}), sep='\\n')"])
+
+
+def _elastic_body(program: Program) -> Iterator[str]:
+    """Yield the lines of `train` where ranks may be lost."""
+    optimizers, params = range(len(program.optimizers)), [f"p{i}" for i in range(len(program.layers))]
+    late = sorted({event.layer for event in program.events if isinstance(event, events.AddGroup)})
+    yield "me, ranks, wraps = mpisgd.rank(), [mpisgd.rank()], True"
+    yield f"weight = {1 if program.optimizers[0].sums else program.ranks}"
+    yield from _group(program)
+    yield from _setup(program)
+    yield f"params = [{', '.join(params)}]"
+    values = [f"opt_{place}=opts[{place}]" for place in optimizers] + ["scaler=scaler"] * program.scaler
+    yield "state = elastic.State(model=nn.ParameterList(params), event=0,"
+    yield f"    frozen=[not p.requires_grad for p in params], {', '.join(values)})"
+    if program.group != "world":
+        yield "def make_groups():"
+        yield "    nonlocal group"
+        step = "[::-1]" if program.group == "reversed" else ""
+        yield f"    group = mpisgd.new_group(list(range(mpisgd.size())){step})"
+        yield from (f"    state.opt_{place}.rebuild(group)" for place in optimizers)
+        yield "state.register_reset_callbacks([make_groups])"
+    yield "@elastic.run"
+    yield "def go_on(state):"
+    changed = ["opts", "weight", *["scaler"] * program.scaler, *(f"has_{place}" for place in late)]
+    yield f"    nonlocal {', '.join(changed)}"
+    yield f"    opts = [{', '.join(f'state.opt_{place}' for place in optimizers)}]"
+    yield "    [p.requires_grad_(not frozen) for p, frozen in zip(params, state.frozen)]"
+    if program.scaler:
+        yield "    scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=10_000)"
+        yield "    scaler.scale(torch.zeros(()))"
+        yield "    scaler.load_state_dict(state.scaler.state_dict())"
+        yield "    state.scaler = scaler"
+    yield "    left = [None] * mpisgd.size()"
+    yield "    mpisgd.all_gather_object(left, me)"
+    yield f"    weight = {'1' if program.optimizers[0].sums else 'len(left)'}"
+    yield f"    while state.event < {len(program.events)}:"
+    yield "        now = state.event"
+    yield "        state.event += 1"
+    for place, event in enumerate(program.events):
+        yield f"        if now == {place}:"
+        yield from _indented(list(_event(program, event)), 3)
+    yield from (f"        state.opt_{place} = opts[{place}]" for place in optimizers)
+    yield "        state.frozen = [not p.requires_grad for p in params]"
+    yield "go_on(state)"
+    yield _result(program)
 
 
 def _backward(program: Program) -> Iterator[str]:
@@ -271,6 +343,12 @@ def _event(program: Program, event: Event) -> Iterator[str]:
             yield f"opts = [{made}]"
             yield "[opt.load_state_dict(state) for opt, state in zip(opts, states)]"
             yield "[opt.zero_grad() for opt in opts]"
+        case events.Commit():
+            yield "state.commit()"
+        case events.Lose():
+            yield f"gone = [rank for rank in {list(event.ranks)} if rank in left]"
+            yield "if gone[:1] == [me]:"
+            yield f"    lose_ranks(*map(left.index, gone), waits={event.waits})"
         case events.SetRate():
             yield "for opt in opts:"
             yield "    for group in opt.param_groups:"

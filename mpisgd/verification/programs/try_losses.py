@@ -70,9 +70,8 @@ def differing(ones: Mapping[int, Survived], others: Mapping[int, Survived]) -> s
 
 def _bits(survived: Survived) -> tuple[str, ...]:
     run = survived.run
-    return tuple(f"{event} {digest(params)}" for event, params in run.params.items()) + (
-        state_digest(run.states),
-    )
+    params = [f"{event} {digest(params)}" for event, params in run.params.items()]
+    return (*params, state_digest(run.states))
 
 
 def _wrongly_lost(program: Program, lost: set[int]) -> str:
