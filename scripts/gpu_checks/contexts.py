@@ -1,4 +1,8 @@
-"""A rank uses its own GPU only, in all of its threads: a context on another one costs half a GB there."""
+"""A rank uses its own GPU only, in all of its threads: a context on another one costs half a GB there.
+
+A thread begins on GPU 0, whatever its starter's was. What names no GPU, as a program's callback may, then
+lands there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,12 @@ def own_gpu_only(gpu: Gpu) -> Finding:
     model(torch.ones(2, 4, device=gpu.kind)).sum().backward()
     optimizer.step()
     mpisgd.all_reduce(gpu.zeros(10), async_op=True).wait()
-    mpisgd.all_reduce(gpu.zeros(10), algorithm="mpi", async_op=True).wait()
+    tensor = gpu.zeros(10)
+    gpu.sleep()  # the callback is there before the operation is over
+    work = mpisgd.all_reduce(tensor, algorithm="mpi", async_op=True)
+    made = work.get_future().then(lambda _: torch.ones(1, device=gpu.kind))
+    work.wait()
+    made.wait()
     hvd.init()
     hvd.allreduce(gpu.zeros(10))
     hvd.shutdown()

@@ -21,6 +21,7 @@ from mpisgd.bench.jobs import ERROR, job_environment, mpirun
 __all__ = ["environment", "launch", "run_check", "tail"]
 
 SCRIPTS = Path(__file__).resolve().parent.parent
+RANK: tuple[str, ...] = ("-m", "gpu_checks.rank")  # the program of each rank
 NOTE_LINES = 15  # of a log, in the report
 # What Open MPI says of any job that fails.
 NOISE = ("----", "Primary job", "MPI_ABORT", "with errorcode", "You may or may not", "exactly when Open MPI")
@@ -81,7 +82,7 @@ def run_check(
     folder.mkdir(parents=True)
     survive = ["--with-ft", "ulfm"] if check.ends_a_rank and "openmpi" in _library() else []
     command = [*mpirun(), *survive, "-n", str(setting.size), sys.executable]
-    command += ["-m", "gpu_checks.rank", check.name, str(folder), *options]
+    command += [*RANK, check.name, str(folder), *options]
     begun, log = time.monotonic(), folder / "log.txt"
     problem = launch(command, environment(setting.size, setting.transport), log, limit_s)
     took_s = time.monotonic() - begun

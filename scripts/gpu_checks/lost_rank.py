@@ -9,6 +9,7 @@ import time
 import mpisgd
 from gpu_checks.finding import Finding
 from gpu_checks.gpu import Gpu
+from mpisgd.job.lifecycle import current_job
 
 __all__ = ["survivors_get_an_error"]
 
@@ -16,7 +17,8 @@ __all__ = ["survivors_get_an_error"]
 def survivors_get_an_error(gpu: Gpu) -> Finding:
     """The last rank is killed before an all_reduce, behind which the others wait by `.item()`.
 
-    What the GPU holds then is of no use; the next operation of mpisgd, or this one, must raise an error.
+    What the GPU holds then is of no use; the next operation of mpisgd, or this one, must raise an error, and
+    since the rank was lost, not since the operation has lasted too long.
     """
     mpisgd.all_reduce(gpu.zeros(1))
     gpu.synchronize()
@@ -34,6 +36,10 @@ def survivors_get_an_error(gpu: Gpu) -> Finding:
     except RuntimeError as exc:
         told = f"not an error of mpisgd: {type(exc).__name__}: {exc}"
     took_s = time.monotonic() - begun
+    limit_s = current_job().timeout_s / 2
     return Finding.of(
-        not told.startswith("no"), "an error of mpisgd", f"{told} after {took_s:.1f} s", seconds=took_s
+        not told.startswith("no") and took_s < limit_s,
+        f"an error of mpisgd within {limit_s:g} s",
+        f"{told} after {took_s:.1f} s",
+        seconds=took_s,
     )

@@ -16,7 +16,8 @@ from torch import Tensor
 from verdicts import everyone, referee
 
 import mpisgd
-from mpisgd.accelerator.runtime import runtime
+from mpisgd.accelerator.runtime import Cuda, runtime
+from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import world
 from mpisgd.methods.sharded import piecewise
@@ -30,6 +31,8 @@ Run = Callable[[Gpu], Finding]
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(Gpu, "_simulate", lambda self: None)  # tests/gpu has done that
+    if IS_SIMULATED:
+        runtime().device.used.clear()  # other tests have used GPUs of other ranks
     return Gpu(simulated=IS_SIMULATED, quick=True)
 
 
@@ -115,7 +118,23 @@ def _waits_for_the_gpu(begin: Any) -> Any:
     return begins
 
 
+def _launches_twice(launch: Any) -> Any:
+    """As two threads that find a bucket complete at the same time."""
+
+    def launches(self: Any, in_flight: Any, place: int) -> None:
+        launch(self, in_flight, place)
+        launch(self, in_flight, place)
+
+    return launches
+
+
 MUTATIONS = {
+    "two threads send a bucket": Mutation(
+        "cpu-and-gpu", BucketLauncher, "launch", _launches_twice, min_size=2
+    ),
+    "threads begin on GPU 0": Mutation(
+        "contexts", Cuda, "inherit_device", lambda _: lambda self, number: None, min_size=2
+    ),
     "a future orders no streams": Mutation("future", device_work, "future_on", _orders_no_stream, "nccl"),
     "a future of the backend orders no streams": Mutation(
         "future-backend", device_work, "future_on", _orders_no_stream, "nccl"

@@ -1,16 +1,23 @@
-"""`./scripts/gpu_check`: without a GPU it says what it leaves out; on simulated ones its jobs run checks."""
+"""`./scripts/gpu_check`: without a GPU it says what it leaves out; on simulated ones its jobs run checks.
+
+Faults that end a process or keep it waiting are put into jobs of their own; see tests/gpu/test_gpu_checks.py.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import progress
 import pytest
 import torch
+from gpu_checks import jobs
+from gpu_checks.catalog import CHECKS, NCCL, Setting
+from gpu_checks.finding import FAILS
 from simulated_gpu.guard import has_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,3 +68,38 @@ def test_on_simulated_gpus_all_checks_are_done(tmp_path):
     _, report, _ = gpu_check(tmp_path / "out", "--simulated", "--quick")
     check_verdicts(report)
     assert {"bench-step 2 mpi", "bench-collectives 2 mpi"} <= set(report["benches"])
+
+
+FAULTS = {
+    # torch's own timeout and what it does then, as for any process group.
+    "group-timeout": (
+        """
+        import datetime
+        from mpisgd.transport.device import nccl_group
+        nccl_group.SETTINGS, nccl_group.NEVER = {}, datetime.timedelta(seconds=2)
+        """,
+        "every process comes to its end",
+    ),
+    # What NCCL has in flight is ended by the timeout alone.
+    "lost-rank": (
+        """
+        from mpisgd.transport.device import nccl_watch
+        rank.TIMEOUT_S = 8.0
+        nccl_watch.waiting.cancel_reason = lambda: None
+        nccl_watch.InFlight.failure = lambda self: None
+        """,
+        "an error of mpisgd within 4 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler to simulate a GPU")
+def test_a_check_fails_with_its_fault(name, tmp_path, monkeypatch):
+    fault, expected = FAULTS[name]
+    program = tmp_path / "rank_with_a_fault.py"
+    program.write_text(f"from gpu_checks import rank\n{textwrap.dedent(fault)}\nrank.main()\n")
+    monkeypatch.setattr(jobs, "RANK", (str(program),))
+    options = ["--simulated", "--quick"]
+    finding, _ = jobs.run_check(CHECKS[name], Setting(2, NCCL), tmp_path / name, 90.0, options)
+    assert (finding.verdict, finding.expected) == (FAILS, expected), finding
