@@ -22,6 +22,7 @@ from mpisgd.horovod.gradients import ExchangeOptions, GradientExchange
 from mpisgd.horovod.ops.reduce_ops import Adasum, Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set, serial_of_new
 from mpisgd.job import rank_info
+from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.optim.distributed import StepArguments, wrap_closure
 from mpisgd.optim.step_hooks import register_step_hooks, step_noting_depth
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
@@ -76,7 +77,7 @@ def DistributedOptimizer(
         ValueError: arguments that make no sense; before anything is sent.
     """
     check_optimizer("DistributedOptimizer", optimizer)
-    if getattr(optimizer, "averages_in_step", False):
+    if averages_by_itself(optimizer):
         raise ValueError(f"{type(optimizer).__name__} averages by itself in step(); use it as it is")
     check_compression("DistributedOptimizer", compression)
     if not isinstance(process_set, ProcessSet):

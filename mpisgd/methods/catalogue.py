@@ -7,19 +7,28 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+
 import mpisgd
 from mpisgd import compress
 from mpisgd.compress.compressor import Compressor
 from mpisgd.methods.cast.cast import Cast
+from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.methods.strategy.strategy import Strategy
 
-__all__ = ["compressors", "examples_that_go_together", "strategies", "text_of"]
+__all__ = ["compressors", "examples_that_go_together", "optimizers", "strategies", "text_of"]
 
 
 def strategies() -> list[type[Strategy]]:
     """Return the strategies, in the order of their names."""
     found = (getattr(mpisgd, name) for name in mpisgd.__all__)
     return [each for each in found if _is_one(each, Strategy)]
+
+
+def optimizers() -> list[type[torch.optim.Optimizer]]:
+    """Return the optimizers that average by themselves, in the order of their names."""
+    found = (getattr(mpisgd, name) for name in mpisgd.__all__)
+    return [each for each in found if _is_one(each, torch.optim.Optimizer) and averages_by_itself(each)]
 
 
 def compressors() -> list[type[Compressor]]:

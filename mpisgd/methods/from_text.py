@@ -15,6 +15,7 @@ import mpisgd
 from mpisgd.arguments import check_text, shown
 from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.methods.strategy.strategy import Strategy
 
 __all__ = [
@@ -96,12 +97,11 @@ def optimizer_from_text(text: str) -> OptimizerChoice:
     """
     name, arguments, options = call_of("optimizer", text)
     kind = getattr(torch.optim, name, None) or getattr(mpisgd, name, None)
-    own = isinstance(kind, type) and getattr(kind, "averages_in_step", False)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or arguments:
         raise InvalidArgument(f"optimizer {shown(text)}: expected such as AdamW(lr=0.001)")
     try:
         inspect.signature(kind).bind(None, **options)
-        if not own:  # one that averages by itself is made by all ranks together
+        if not averages_by_itself(kind):  # one that averages by itself is made by all ranks together
             kind([torch.zeros(1, requires_grad=True)], **options)
     except (TypeError, ValueError) as exc:
         raise InvalidArgument(f"optimizer {shown(text)}: {exc}") from exc

@@ -31,7 +31,7 @@ from mpisgd.methods.adasum.adasum import AdaptiveSum
 from mpisgd.methods.auto.auto import Auto
 from mpisgd.methods.auto.compression_choice import with_chosen_compression
 from mpisgd.methods.strategy.buffers import Buffers
-from mpisgd.methods.strategy.goes_with import check_goes_with
+from mpisgd.methods.strategy.goes_with import averages_by_itself, check_goes_with
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
@@ -445,7 +445,7 @@ def _turned_into(
         raise InvalidArgument(f"DistributedOptimizer: optimizer is a {kind}; expected a torch optimizer")
     if isinstance(optimizer, DistributedOptimizer):
         raise InvalidArgument("DistributedOptimizer: this optimizer is distributed already")
-    if getattr(optimizer, "averages_in_step", False):
+    if averages_by_itself(optimizer):
         raise InvalidArgument(
             f"DistributedOptimizer: {type(optimizer).__name__} averages by itself, over the group it was "
             "made for; use it as it is"

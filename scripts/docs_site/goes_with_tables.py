@@ -12,8 +12,7 @@ from pathlib import Path
 
 from mpisgd.methods import catalogue
 from mpisgd.methods.cast.cast import Cast
-from mpisgd.methods.strategy.goes_with import OPTIONS, SITUATIONS
-from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.strategy.goes_with import OPTIONS, SITUATIONS, GoesWith
 
 __all__ = ["PAGE", "generated", "with_tables"]
 
@@ -37,13 +36,15 @@ ROWS = {
 }
 
 
-def columns() -> dict[str, list[Strategy]]:
-    """The strategies by the names of their columns: those that go with the same things share one."""
-    found: dict[str, list[Strategy]] = {}
+def columns() -> dict[str, list[GoesWith]]:
+    """The declarations by the names of their columns: those that go with the same things share one."""
+    found: dict[str, list[GoesWith]] = {}
     kinds = sorted(catalogue.strategies(), key=lambda kind: (kind.__name__ not in FIRST, kind.__name__))
     for kind in sorted(kinds, key=lambda kind: kind.__name__ != FIRST[0]):
         for example in kind.examples():
-            found.setdefault(example.goes_with.of or kind.__name__, []).append(example)
+            found.setdefault(example.goes_with.of or kind.__name__, []).append(example.goes_with)
+    for optimizer in catalogue.optimizers():
+        found.setdefault(optimizer.goes_with.of or optimizer.__name__, []).append(optimizer.goes_with)
     return found
 
 
@@ -51,25 +52,22 @@ def generated() -> str:
     """Both tables."""
     found = columns()
     head = ["", *found]
-    rows = [["`compression`", *(each[0].goes_with.compression.words for each in found.values())]]
+    rows = [["`compression`", *(each[0].compression.words for each in found.values())]]
     for name in (*OPTIONS, *SITUATIONS):
-        answers = [each[0].goes_with.answer(name) for each in found.values()]
+        answers = [each[0].answer(name) for each in found.values()]
         rows.append([ROWS.get(name, f"`{name}`"), *(a.words if a.goes else "no" for a in answers)])
     return f"{_table(head, rows)}\n{_table(head, _compressions(found))}"
 
 
-def _compressions(found: dict[str, list[Strategy]]) -> list[list[str]]:
+def _compressions(found: dict[str, list[GoesWith]]) -> list[list[str]]:
     rows = []
     for kind in catalogue.compressors():
         examples = [each for each in kind.examples() if kind is not Cast or each != Cast("none")]
         if not examples:  # it only chooses another one
             continue
         row = [f"`{'Compression.fp16, .bf16' if kind is Cast else kind.__name__}`"]
-        for strategies in found.values():
-            goes = [
-                any(not strategy.goes_with.compression.why_not(each) for strategy in strategies)
-                for each in examples
-            ]
+        for declared in found.values():
+            goes = [any(not method.compression.why_not(each) for method in declared) for each in examples]
             row.append("yes" if all(goes) else "some" if any(goes) else "no")
         rows.append(row)
     return rows

@@ -21,6 +21,7 @@ from mpisgd.methods.from_text import (
     optimizer_from_text,
     strategy_from_text,
 )
+from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.methods.strategy.strategy import Strategy
 
 __all__ = ["DEFAULT_METHODS", "SYNCHRONOUS", "Method", "common_model", "finish", "methods_of"]
@@ -62,7 +63,7 @@ class Method:
     @property
     def is_synchronous(self) -> bool:
         """Whether all ranks average their gradients in every step, as they are."""
-        own = self.optimizer is not None and hasattr(self.optimizer.kind, "averages_in_step")
+        own = self.optimizer is not None and averages_by_itself(self.optimizer.kind)
         return (
             self.strategy == mpisgd.Synchronous() and not own and self.compression == mpisgd.Compression.none
         )
@@ -80,7 +81,7 @@ class Method:
         Raises:
             InvalidArgument: on every rank, for what does not go together.
         """
-        if getattr(optimizer, "averages_in_step", False) and self.compression == mpisgd.Compression.none:
+        if averages_by_itself(optimizer) and self.compression == mpisgd.Compression.none:
             return optimizer
         return mpisgd.DistributedOptimizer(
             optimizer, strategy=self.strategy, compression=self.compression, **options

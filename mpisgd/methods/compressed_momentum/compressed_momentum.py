@@ -40,6 +40,7 @@ from mpisgd.method_state import (
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.compressed_momentum.compressed_average import CompressedAverage
 from mpisgd.methods.compressed_momentum.moments import TrainedParameters
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_default, no, yes
 from mpisgd.parameters.parameter_names import agree_on, name_parameters
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
@@ -60,6 +61,26 @@ class Kept:
     """
 
     errors: CompressedAverage = part(CompressedAverage)
+
+
+GOES_WITH = GoesWith(
+    of="OneBitAdam, OneBitLamb, ZeroOneAdam",
+    compression=Compressions("no", (needs_default,)),
+    op=no(),
+    gradient_predivide_factor=no(),
+    error_if_nonfinite=no(),
+    check_in_sync_every=no(),
+    named_buffers=no(),
+    whole_gradients=no(),
+    backward_passes_per_step=yes("several `backward()`s before a `step()`"),
+    clip_grad_norm_=yes("of each rank's"),
+    grad_scaler=no(
+        "a GradScaler decides on each rank by itself whether to step; train in bfloat16, which needs "
+        "none, or with DistributedOptimizer"
+    ),
+    sparse_gradients=no("a gradient is sparse; expected dense ones"),
+    checkpoint=yes("has what each rank's errors are"),
+)
 
 
 class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
@@ -90,7 +111,7 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
     """
 
     _keeps_models_equal: ClassVar[bool] = True  # after every step
-    averages_in_step = True  # what DistributedOptimizer looks for, to refuse it
+    goes_with: ClassVar[GoesWith] = GOES_WITH
     _step_supports_amp_scaling = True  # GradScaler leaves the decision to `step()` then, on every rank
     # What a deep copy takes over beside what all torch optimizers have.
     _copied: ClassVar[tuple[str, ...]] = (
@@ -197,17 +218,14 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
             InvalidArgument, UnsupportedTensor: a GradScaler is used, or gradients are sparse.
         """
         if hasattr(self, "found_inf"):
-            raise InvalidArgument(
-                f"{type(self).__name__}: a GradScaler decides on each rank by itself whether to step; train "
-                "in bfloat16, which needs none, or with DistributedOptimizer"
-            )
+            raise InvalidArgument(f"{type(self).__name__}: {self.goes_with.grad_scaler.words}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
-                raise UnsupportedTensor(f"{type(self).__name__}: a gradient is sparse; expected dense ones")
+                raise UnsupportedTensor(f"{type(self).__name__}: {self.goes_with.sparse_gradients.words}")
         with owned_by(self._owner):
             self._check_start(self.num_steps + 1)
             self.num_steps += 1

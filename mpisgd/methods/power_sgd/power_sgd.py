@@ -128,6 +128,10 @@ class PowerSGDReducer(BucketReducer):
         self._was_compressed: bool | None = None
         self._fit_factors()
 
+    @property
+    def _compresses_next(self) -> bool:
+        return bool(self._matrices) and self.state.steps >= self._choice.warmup_steps
+
     def _count_words(self) -> tuple[int, int]:
         """Return how many elements travel in the first all-reduce and in the second."""
         shapes, ranks = self._layout.shapes, self._ranks
@@ -150,7 +154,7 @@ class PowerSGDReducer(BucketReducer):
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the product of the factors of all ranks; see `BucketReducer.reduce`."""
-        self._was_compressed = bool(self._matrices) and self.state.steps >= self._choice.warmup_steps
+        self._was_compressed = self._compresses_next
         self.state.steps += 1
         if self._was_compressed:
             self._reduce_factors(bucket, group, op)
@@ -257,5 +261,6 @@ class PowerSGDReducer(BucketReducer):
     def bytes_on_the_wire(self, size: int) -> int:
         """Return what all-reduces of r n and of r m words send; in the warm-up, one of n m words."""
         itemsize = self._layout.dtype.itemsize
-        words = (self._layout.numel,) if self._was_compressed is False else self._words
+        compresses = self._compresses_next if self._was_compressed is None else self._was_compressed
+        words = self._words if compresses else (self._layout.numel,)
         return sum(SumReducer(count * itemsize).bytes_on_the_wire(size) for count in words)

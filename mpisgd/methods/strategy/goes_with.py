@@ -1,4 +1,6 @@
-"""What goes with what: one declaration per strategy, which errors, tables and cells of `verify` are made of.
+"""What goes with what: one declaration per method, which errors, tables and cells of `verify` are made of.
+
+Strategies declare it, and optimizers that average by themselves.
 
 `GoesWith` has an answer for each option of `DistributedOptimizer` that some strategy cannot follow, and for
 each situation of a training in which strategies differ. An answer says whether it goes, and in which words.
@@ -21,9 +23,11 @@ __all__ = [
     "Compressions",
     "GoesWith",
     "Sent",
+    "averages_by_itself",
     "check_goes_with",
     "needs_casting",
     "needs_contraction",
+    "needs_default",
     "needs_magnitudes",
     "needs_none",
     "no",
@@ -118,6 +122,11 @@ def needs_none(sent: Sent) -> str:
     return "what a rank sends travels as it is" if sent.is_changed else ""
 
 
+def needs_default(sent: Sent) -> str:
+    """What travels is the method's own."""
+    return "what travels is its own" if sent.is_changed else ""
+
+
 @dataclass(frozen=True)
 class Compressions:
     """Which compressors a strategy goes with.
@@ -177,6 +186,11 @@ class GoesWith:
         """Return the answer to an option or a situation."""
         answer: Answer = getattr(self, name)
         return answer
+
+
+def averages_by_itself(optimizer: object) -> bool:
+    """Return whether an optimizer, or a class of one, communicates in its own step: it declares so."""
+    return isinstance(getattr(optimizer, "goes_with", None), GoesWith)
 
 
 class Option(NamedTuple):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mpisgd.methods.catalogue import optimizers
+
 __all__ = [
     "ONE_BIT",
     "AddGroup",
@@ -33,7 +35,7 @@ __all__ = [
     "parse",
 ]
 
-ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
+ONE_BIT = tuple(kind.__name__ for kind in optimizers())
 
 
 @dataclass(frozen=True)
