@@ -87,13 +87,13 @@ class Network(abc.ABC):
         """Return how many messages the busiest of all links carries then, in units of its width."""
         return max((each.busiest / each.width for each in self.if_all_send(hosts)), default=0.0)
 
+    def busiest_by_hops(self, hosts: int) -> list[tuple[float, float]]:
+        """Return the same of the messages alone that go so many hops or more, by this number of hops."""
+        return [(1.0, self.busiest_if_all_send(hosts))]
+
     def hops(self, src: Array, dst: Array) -> Array:
         """Return [m] how many times a message takes the latency of a link."""
         return np.ones(len(src))
-
-    def max_hops(self, hosts: int) -> float:
-        """Return the largest of these between the first `hosts` hosts."""
-        return 1.0
 
     def check(self, hosts: int) -> None:  # noqa: B027  # most networks have room for any number
         """Raise InvalidArgument where there is no such network of so many hosts."""
@@ -203,19 +203,24 @@ class Torus(Network):
         """See `Network`."""
         return sum(np.abs(step) for step in self._steps(src, dst)).astype(float)
 
-    def max_hops(self, hosts: int) -> float:
-        """See `Network`. Hosts fill one slice of the first dimension after the other.
+    def busiest_by_hops(self, hosts: int) -> list[tuple[float, float]]:
+        """See `Network`: the busiest link has as much of each as all links have together."""
+        far = self._pairs_by_hops(hosts) * np.arange(sum(self.shape) + 1)
+        share = np.cumsum(far[::-1])[::-1] / max(1, far.sum())
+        busiest = self.busiest_if_all_send(hosts)
+        return [(float(hops), busiest * share[hops]) for hops in np.flatnonzero(far)] or [(1.0, busiest)]
 
-        As soon as two slices have hosts, one of them is full, so the rest of the way may be the longest.
-        """
-        longest = 0
-        for dim, length in enumerate(self.shape):
-            within = math.prod(self.shape[dim + 1 :])
-            slices = -(-hosts // within)
-            if slices > 1:
-                rest = sum(n // 2 for n in self.shape[dim + 1 :])
-                return float(longest + min(slices - 1, length // 2) + rest)
-        return float(longest)
+    def _pairs_by_hops(self, hosts: int) -> Array:
+        """Return [hops] how many pairs of hosts are so far from each other, as if their slices were full."""
+        pairs, within = np.ones(1), math.prod(self.shape)
+        for length in self.shape:
+            within //= length
+            used = min(length, -(-hosts // within))
+            hosts = within if used > 1 else hosts
+            src, dst = np.divmod(np.arange(used * used), used)
+            ahead = (dst - src) % length
+            pairs = np.convolve(pairs, np.bincount(np.minimum(ahead, length - ahead)))
+        return np.pad(pairs, (0, sum(self.shape) + 1 - len(pairs)))
 
     def if_all_send(self, hosts: int) -> Iterator[Carried]:
         """See `Network`.

@@ -1,16 +1,17 @@
-"""What a collective takes on a cluster: round by round, or by its messages one by one.
+"""What a collective takes on a cluster, in closed form: at any number of ranks.
 
-Where all ranks do the same at the same time, a round is over when the busiest link has carried its messages:
+Messages of a round begin at the same time. The most loaded link on its way is what a message waits for:
 
-    seconds(round) = latency + bytes on the busiest link / its rate + what adding up takes
+    seconds(message) = latency + bytes of all messages on that link / its rate
 
-So one number for each round is enough, at any number of ranks, and a collective of n bytes takes alpha + beta
-n. `simulate_messages` is the same with every message as a task of the discrete-event simulation, where ranks
-may run ahead of others; to see that both agree, and for a few hundred ranks.
+A rank is done with a round when what it sends and receives has arrived and is added up, and then begins the
+next one; so ranks of a tree go on without those that are still busy elsewhere. A collective of n bytes takes
+the longest way through its rounds, which is a maximum of some alpha + beta n: few lines, found once.
+
+`by_message.simulate_messages` is the check of all this: it knows neither most loaded links nor longest ways.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,13 +19,14 @@ import numpy as np
 
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.simulation.engine import Task, simulate
 from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
+from mpisgd.plan.simulation.roads import Roads, Way, messages_on_links, roads_of, sum_of, way_of
 
 __all__ = [
     "AUTO",
     "CANDIDATES",
     "Cost",
+    "Costs",
     "check_algorithm",
     "cost_of",
     "cost_of_rounds",
@@ -32,16 +34,17 @@ __all__ = [
     "link_bytes",
     "round_seconds",
     "rounds_of",
-    "simulate_messages",
 ]
 
+Array = Any  # numpy's
 AUTO = "auto"
 # What `auto` takes of, as mpisgd does between hosts. On one host all of them are memory that ranks share.
 CANDIDATES = ("hierarchical", "ring", "halving_doubling")
+SAME = 1e-9  # lines as near to each other are one
 
 
 class Cost(NamedTuple):
-    """A collective of n bytes takes alpha_s + beta_s_per_byte n seconds."""
+    """Something of n bytes takes alpha_s + beta_s_per_byte n seconds."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -51,75 +54,67 @@ class Cost(NamedTuple):
         return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
 
 
-class _Load(NamedTuple):
-    """Messages at links of one kind.
+class Costs(NamedTuple):
+    """What a collective takes by its size: that of its lines which is most."""
 
-    Attributes:
-        level: of the links.
-        bytes_per_s: of each of them.
-        messages: [m] places of the messages in their round.
-        links: [m] which link each of them crosses.
-    """
+    lines: tuple[Cost, ...]
 
-    level: str
-    bytes_per_s: float
-    messages: Any
-    links: Any
+    def at(self, nbytes: float) -> Cost:
+        """Return the line that counts for so many bytes."""
+        return max(self.lines, key=lambda line: line.alpha_s + line.beta_s_per_byte * nbytes)
 
-
-def _loads(cluster: Cluster, each: Round) -> Iterator[_Load]:
-    """Yield where the messages of a round go, unless it is one of everyone with everyone."""
-    k, far = cluster.ranks_per_host, each.src // cluster.ranks_per_host != each.dst // cluster.ranks_per_host
-    inside, outside = np.flatnonzero(~far), np.flatnonzero(far)
-    here = _rate(cluster.within, each)
-    if cluster.within_is_shared:
-        yield _Load("memory", here, inside, each.src[inside] // k)
-    else:
-        yield _Load("rank out", here, inside, each.src[inside])
-        yield _Load("rank in", here, inside, each.dst[inside])
-    rate = _rate(cluster.between, each)
-    for crossing in cluster.network.crossings(each.src[outside] // k, each.dst[outside] // k):
-        messages = outside[crossing.messages]
-        yield _Load(crossing.level, crossing.width * rate, messages, crossing.links)
-
-
-def _messages_on_links(cluster: Cluster, each: Round) -> dict[str, tuple[float, Any]]:
-    """Return by level the rate of its links, and [links] how many messages of a round cross each.
-
-    Messages of several hops cross links of the same level after one another: these add up.
-    """
-    found: dict[str, tuple[float, Any]] = {}
-    for load in _loads(cluster, each):
-        if len(load.links):
-            counts = np.bincount(load.links)
-            known = found[load.level][1] if load.level in found else np.zeros(0)
-            found[load.level] = load.bytes_per_s, _sum(known, counts)
-    return found
-
-
-def _sum(one: Any, other: Any) -> Any:
-    """Return the sum of two arrays, of which the shorter one goes on with zeros."""
-    size = max(len(one), len(other))
-    return np.pad(one, (0, size - len(one))) + np.pad(other, (0, size - len(other)))
+    def seconds(self, nbytes: float) -> float:
+        """Return what `nbytes` take; nothing takes nothing."""
+        return self.at(nbytes).seconds(nbytes)
 
 
 def _rate(link: Link, each: Round) -> float:
     return link.bytes_per_s * (1.0 if each.in_frames else link.both_ways)
 
 
-def round_seconds(cluster: Cluster, each: Round) -> Cost:
-    """Return what a round takes, once, for each of its bytes: `nbytes` is what a message has of it."""
-    if each.everyone:
-        return _everyone_seconds(cluster, each)
-    if not len(each.src):
-        return Cost(0.0, 0.0)
-    busiest = max((on.max() / rate for rate, on in _messages_on_links(cluster, each).values()), default=0.0)
-    sent = np.bincount(each.src).max()
-    far = (each.src // cluster.ranks_per_host) != (each.dst // cluster.ranks_per_host)
-    link = cluster.between if far.any() else cluster.within
-    latency = _latencies(cluster, each).max() + sent * link.message_s
-    received = np.bincount(each.dst).max() if each.combines else 0
-    return Cost(float(latency), float(each.nbytes * (busiest + received * _adding_s(cluster, each))))
+# -- what a round takes --------------------------------------------------------------------------------
+
+
+class _Timing(NamedTuple):
+    """What the messages of a round take, of a collective of one byte.
+
+    Attributes:
+        alpha_s: [m] of each message, until its bytes flow.
+        beta_s: [m] while they do.
+        adding_s: [ranks] what adding up takes then.
+        is_single: whether no rank sends two messages, nor receives two.
+        is_equal: whether all ranks have the same to do.
+    """
+
+    alpha_s: Array
+    beta_s: Array
+    adding_s: Array
+    is_single: bool
+    is_equal: bool
+
+    def lines(self, dst: Array) -> list[Cost]:
+        """Return what each of the messages takes to ranks `dst`."""
+        if self.is_equal:
+            return [Cost(float(self.alpha_s[0]), float(self.beta_s[0] + self.adding_s[0]))]
+        both = np.unique(np.column_stack((self.alpha_s, self.beta_s + self.adding_s[dst])), axis=0)
+        return [Cost(*line) for line in both.tolist()]
+
+
+def _timing(cluster: Cluster, each: Round, way: Way) -> _Timing:
+    def of_links(attribute: Callable[[Link], float]) -> Array:
+        return np.where(way.is_far, attribute(cluster.between), attribute(cluster.within))
+
+    alpha_s = way.hops * of_links(lambda link: link.latency_s)
+    alpha_s += way.sent[each.src] * of_links(lambda link: link.message_s)
+    beta_s = each.nbytes * way.busy / of_links(lambda link: _rate(link, each))
+    adding_s = way.received * (each.nbytes * _adding_s(cluster, each))
+    is_single = bool((way.sent <= 1).all() and (way.received <= 1).all())
+    is_equal = all(map(_are_equal, (alpha_s, beta_s, way.sent, way.received)))
+    return _Timing(alpha_s, beta_s, adding_s, is_single, is_equal)
+
+
+def _are_equal(numbers: Array) -> bool:
+    return len(numbers) > 0 and bool(numbers.min() == numbers.max())
 
 
 def _adding_s(cluster: Cluster, each: Round) -> float:
@@ -127,20 +122,151 @@ def _adding_s(cluster: Cluster, each: Round) -> float:
     return 3.0 / cluster.memory_bytes_per_s if each.combines and not cluster.within_is_shared else 0.0
 
 
-def _everyone_seconds(cluster: Cluster, each: Round) -> Cost:
-    network, link, others = cluster.network, cluster.between, cluster.hosts - 1
-    latency = network.max_hops(cluster.hosts) * link.latency_s + others * link.message_s
-    carried = (
-        network.busiest_if_all_send(cluster.hosts) * cluster.ranks_per_host / _rate(cluster.between, each)
-    )
+def round_seconds(cluster: Cluster, each: Round) -> Cost:
+    """Return what a round takes, once, for each of its bytes: `nbytes` is what a message has of it."""
+    if not len(each.src):
+        return Cost(0.0, 0.0)
+    timing = _timing(cluster, each, way_of(roads_of(cluster), each))
+    return Cost(float(timing.alpha_s.max()), float(timing.beta_s.max() + timing.adding_s.max()))
+
+
+def _everyone_seconds(cluster: Cluster, each: Round) -> list[Cost]:
+    """Return lines of a round of everyone with everyone: of the messages that go so many hops or more.
+
+    These begin to flow together, so a link that so many of them cross is busy from then on: with all of them
+    when each rank has sent its first message, and with the last of each when it has sent all.
+    """
+    link, others, k = cluster.between, cluster.hosts - 1, cluster.ranks_per_host
     added = others * _adding_s(cluster, each)
-    return Cost(latency, each.nbytes * (carried + added))
+    return [
+        Cost(
+            hops * link.latency_s + sent * link.message_s,
+            each.nbytes * (busiest * (others - sent + 1) / others * k / _rate(link, each) + added),
+        )
+        for hops, busiest in cluster.network.busiest_by_hops(cluster.hosts)
+        for sent in {1, others}
+    ]
 
 
-def _latencies(cluster: Cluster, each: Round) -> Any:
-    src, dst = each.src // cluster.ranks_per_host, each.dst // cluster.ranks_per_host
-    between = cluster.network.hops(src, dst) * cluster.between.latency_s
-    return np.where(src != dst, between, cluster.within.latency_s)
+# -- the longest way through rounds --------------------------------------------------------------------
+
+
+class _Clocks:
+    """When each rank is done, as alpha + beta n, for one n."""
+
+    def __init__(self, size: int, nbytes: float) -> None:
+        self._alpha, self._beta, self._nbytes = np.zeros(size), np.zeros(size), nbytes
+        self._are_together = True  # whether all of them are the same
+
+    def go(self, each: Round, timing: _Timing) -> None:
+        """Let the messages of a round go, as often as they do."""
+        if each.repeats > 1 or (timing.is_equal and self._are_together):
+            # In a long row of rounds the slowest message is what all come to wait for.
+            self.together(timing.lines(each.dst), each.repeats)
+        elif len(each.src):
+            self.messages(each, timing)
+
+    def together(self, lines: Sequence[Cost], repeats: int) -> None:
+        """Let all ranks begin at the same time, and take the same."""
+        last, line = self.last(), max(lines, key=lambda line: line.seconds(self._nbytes))
+        self._alpha[:] = last.alpha_s + repeats * line.alpha_s
+        self._beta[:] = last.beta_s_per_byte + repeats * line.beta_s_per_byte
+        self._are_together = True
+
+    def messages(self, each: Round, timing: _Timing) -> None:
+        """Let every message go: its bytes flow when it is at its receiver's, and this one is ready."""
+        src, dst, self._are_together = each.src, each.dst, False
+        left, ready = (
+            (self._alpha[src] + timing.alpha_s, self._beta[src]),
+            (self._alpha[dst], self._beta[dst]),
+        )
+        is_left = self._at(left) > self._at(ready)
+        alpha, beta = (np.where(is_left, *both) for both in zip(left, ready, strict=True))
+        ends = alpha, beta + timing.beta_s
+        if timing.is_single:
+            self._later(src, *ends)
+            self._later(dst, *ends)
+        else:
+            order = np.argsort(self._at(ends), kind="stable")  # of several, the last one is kept
+            sides = np.column_stack((src[order], dst[order])).ravel()
+            self._later(sides, *(np.repeat(end[order], 2) for end in ends))
+        self._beta += timing.adding_s
+
+    def _at(self, line: tuple[Array, Array]) -> Array:
+        return line[0] + line[1] * self._nbytes
+
+    def _later(self, ranks: Array, alpha: Array, beta: Array) -> None:
+        new_alpha, new_beta = self._alpha.copy(), self._beta.copy()
+        new_alpha[ranks], new_beta[ranks] = alpha, beta
+        is_later = self._at((new_alpha, new_beta)) > self._at((self._alpha, self._beta))
+        self._alpha = np.where(is_later, new_alpha, self._alpha)
+        self._beta = np.where(is_later, new_beta, self._beta)
+
+    def last(self) -> Cost:
+        """Return when the last rank is done."""
+        rank = int(np.argmax(self._at((self._alpha, self._beta))))
+        return Cost(float(self._alpha[rank]), float(self._beta[rank]))
+
+
+@lru_cache(maxsize=16)
+def _ways(roads: Roads, algorithm: str, collective: str) -> tuple[list[Round], list[Way]]:
+    """Return the rounds of a collective of one byte, and what each meets."""
+    rounds = collective_rounds(collective, algorithm, roads.place, 1.0)
+    known: dict[tuple[int, int], Way] = {}  # a round and the same backwards have their ranks in common
+    for each in rounds:
+        key = id(each.src), id(each.dst)
+        if key not in known:
+            known[key] = way_of(roads, each)
+    return rounds, [known[id(each.src), id(each.dst)] for each in rounds]
+
+
+def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> Costs:
+    """Return what rounds take one after the other, where they were made for one byte."""
+    roads = roads_of(cluster)
+    return _longest(cluster, rounds, [way_of(roads, each) for each in rounds])
+
+
+def _longest(cluster: Cluster, rounds: Sequence[Round], ways: Sequence[Way]) -> Costs:
+    timings = [
+        _everyone_seconds(cluster, each) if each.everyone else _timing(cluster, each, way)
+        for each, way in zip(rounds, ways, strict=True)
+    ]
+
+    def line_at(nbytes: float) -> Cost:
+        clocks = _Clocks(cluster.size, nbytes)
+        for each, timing in zip(rounds, timings, strict=True):
+            if isinstance(timing, _Timing):
+                clocks.go(each, timing)
+            else:
+                clocks.together(timing, each.repeats)
+        return clocks.last()
+
+    return _upper_lines(line_at)
+
+
+MOST_BYTES = 1e13
+
+
+def _upper_lines(line_at: Callable[[float], Cost]) -> Costs:
+    """Return the lines of a maximum of lines, each of which `line_at` gives where it counts.
+
+    Where two of them cross there may be a third above: it is asked for there, and so on.
+    """
+    found = {line_at(1e-9), line_at(MOST_BYTES)}
+    asked = [tuple(sorted(found))] if len(found) > 1 else []
+    while asked:
+        low, high = asked.pop()
+        bytes_at = (high.alpha_s - low.alpha_s) / max(1e-300, low.beta_s_per_byte - high.beta_s_per_byte)
+        if not 0.0 < bytes_at < MOST_BYTES:
+            continue
+        line = line_at(bytes_at)
+        if line.seconds(bytes_at) > low.seconds(bytes_at) * (1 + SAME):
+            found.add(line)
+            asked += [(low, line), (line, high)]
+    return Costs(tuple(sorted(found)))
+
+
+# -- collectives ---------------------------------------------------------------------------------------
 
 
 def rounds_of(cluster: Cluster, algorithm: str, nbytes: float, collective: str = "all_reduce") -> list[Round]:
@@ -149,18 +275,9 @@ def rounds_of(cluster: Cluster, algorithm: str, nbytes: float, collective: str =
 
 
 @lru_cache(maxsize=1024)
-def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Cost:
+def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Costs:
     """Return what a collective takes by its size."""
-    return cost_of_rounds(cluster, rounds_of(cluster, algorithm, 1.0, collective))
-
-
-def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> Cost:
-    """Return what rounds take one after the other, where they were made for one byte."""
-    costs = [(each.repeats, round_seconds(cluster, each)) for each in rounds]
-    return Cost(
-        sum(repeats * cost.alpha_s for repeats, cost in costs),
-        sum(repeats * cost.beta_s_per_byte for repeats, cost in costs),
-    )
+    return _longest(cluster, *_ways(roads_of(cluster), algorithm, collective))
 
 
 def check_algorithm(name: str) -> None:
@@ -185,69 +302,11 @@ def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[flo
         if each.everyone:
             everyone += each.repeats * each.nbytes * cluster.ranks_per_host
             continue
-        for level, (_, on) in _messages_on_links(cluster, each).items():
-            found[level] = _sum(found.get(level, np.zeros(0)), on * each.nbytes * each.repeats)
+        for level, on in messages_on_links(roads_of(cluster).loads(each)).items():
+            found[level] = sum_of(found.get(level, np.zeros(0)), on * each.nbytes * each.repeats)
     carried = {level: (float(per.max()), float(per.sum())) for level, per in found.items() if per.any()}
     if everyone:
         for more in cluster.network.if_all_send(cluster.hosts):
             most, total = carried.get(more.level, (0.0, 0.0))
             carried[more.level] = most + everyone * more.busiest, total + everyone * more.total
     return {level: both for level, both in carried.items() if both[1]}
-
-
-# -- message by message --------------------------------------------------------------------------------
-
-
-def simulate_messages(cluster: Cluster, rounds: Sequence[Round]) -> float:
-    """Return what rounds take where each message waits only for what its rank has received before."""
-    capacities: dict[str, float] = {}
-    tasks: list[Task] = []
-    last: dict[int, tuple[int, ...]] = {}  # by rank, the tasks that it waits for
-    for each in _repeated(cluster, rounds):
-        demands: list[dict[str, float]] = [{} for _ in each.src]
-        for load in _loads(cluster, each):
-            for message, link in zip(load.messages.tolist(), load.links.tolist(), strict=True):
-                # A rate that differs by the kind of message is a larger amount of the same link.
-                name = f"{load.level} {link}"
-                capacity = capacities.setdefault(name, load.bytes_per_s)
-                demands[message][name] = each.nbytes * capacity / load.bytes_per_s
-        tasks, last = _with_round(cluster, each, demands, tasks, last)
-    return max((span.end_s for span in simulate(tasks, capacities)), default=0.0)
-
-
-def _repeated(cluster: Cluster, rounds: Sequence[Round]) -> Iterator[Round]:
-    k = cluster.ranks_per_host
-    for each in rounds:
-        if each.everyone:
-            src, dst = (axis.ravel() for axis in np.divmod(np.arange(cluster.size**2), cluster.size))
-            pairs = (src % k == dst % k) & (src != dst)
-            each = replace(each, src=src[pairs], dst=dst[pairs], everyone=False)
-        for _ in range(each.repeats):
-            yield each
-
-
-def _with_round(
-    cluster: Cluster,
-    each: Round,
-    demands: Sequence[dict[str, float]],
-    tasks: list[Task],
-    last: dict[int, tuple[int, ...]],
-) -> tuple[list[Task], dict[int, tuple[int, ...]]]:
-    """Add the messages of a round, and what adding them up takes."""
-    arrived: dict[int, list[int]] = {}
-    latencies = _latencies(cluster, each).tolist()
-    for src, dst, needs, latency in zip(
-        each.src.tolist(), each.dst.tolist(), demands, latencies, strict=True
-    ):
-        after = (*last.get(src, ()),)
-        tasks.append(Task(f"{src} to {dst}", needs, after, latency))
-        for rank in (src, dst):
-            arrived.setdefault(rank, []).append(len(tasks) - 1)
-    adding = each.nbytes * _adding_s(cluster, each)
-    for rank, places in arrived.items():
-        after = tuple(places)
-        if adding and (count := int(np.count_nonzero(each.dst == rank))):
-            tasks.append(Task(f"{rank} adds", seconds=adding * count, after=after))
-            after = (len(tasks) - 1,)
-        last[rank] = after
-    return tasks, last

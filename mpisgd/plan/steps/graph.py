@@ -94,7 +94,7 @@ class StepGraph:
         how = fastest(members, nbytes, self.algorithm, name)
         for level, carried in _traffic(members, how, name).items():
             self.carry(level, carried * nbytes)
-        return self.communicate(f"{name} {how}", cost_of(members, how, name), nbytes, after)
+        return self.communicate(f"{name} {how}", cost_of(members, how, name).at(nbytes), nbytes, after)
 
     def compress(self, seconds: float, num_collectives: int, after: Iterable[int] = ()) -> int:
         """Add what a compressor computes, in the queue, a part of it before each of so many collectives."""

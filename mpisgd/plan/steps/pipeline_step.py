@@ -141,7 +141,7 @@ class _Pipeline:
         if group.size > 1:
             nbytes = numel * job.profile.nbytes / job.profile.numel
             how = fastest(group, nbytes, job.algorithm)
-            cost = cost_of(group, how)
+            cost = cost_of(group, how).at(nbytes)
             check_s = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
             seconds = check_s + cost.seconds(nbytes)
             shared = {f"memory {self._grid.host_of(place)}": cost.beta_s_per_byte * nbytes}

@@ -98,7 +98,7 @@ def _sum_cost(grid: Grid, nbytes: float, algorithm: str) -> Cost:
     """Return what an all-reduce of activations takes, with the check that all ranks do the same."""
     group = grid.tensor_group
     check = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
-    cost = cost_of(group, fastest(group, nbytes, algorithm))
+    cost = cost_of(group, fastest(group, nbytes, algorithm)).at(nbytes)
     return Cost(cost.alpha_s + check, cost.beta_s_per_byte)
 
 

@@ -214,7 +214,8 @@ class _Segment:
         rounds = rounds_of_graph(op.graph, self._cluster.size, op.phase)
         for level, (most, _) in link_bytes(self._cluster, rounds).items():
             self._graph.carry(level, most * op.nbytes)
-        return self._graph.communicate("exchange", cost_of_rounds(self._cluster, rounds), op.nbytes, after)
+        cost = cost_of_rounds(self._cluster, rounds).at(op.nbytes)
+        return self._graph.communicate("exchange", cost, op.nbytes, after)
 
     def _access(self, op: Collective, after: list[int]) -> int:
         """Add copies to and from the memory of all ranks, by the program; each host's link is the busiest."""

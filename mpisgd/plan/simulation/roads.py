@@ -1,0 +1,138 @@
+"""Which links the messages of a round cross, and how many of them each link carries: loads added per link.
+
+Rates count nothing here, so what was found serves for any of them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpisgd.plan.cluster import Cluster
+from mpisgd.plan.network import Network, Placement
+from mpisgd.plan.simulation.messages import Round
+
+__all__ = ["Load", "Roads", "Way", "messages_on_links", "roads_of", "sum_of", "way_of"]
+
+Array = Any  # numpy's
+
+
+class Load(NamedTuple):
+    """Messages at links of one kind.
+
+    Attributes:
+        level: of the links.
+        width: what each of them carries, as a multiple of a host's link, or of what joins its ranks.
+        messages: [m] places of the messages in their round.
+        links: [m] which link each of them crosses.
+    """
+
+    level: str
+    width: float
+    messages: Array
+    links: Array
+
+
+@dataclass(frozen=True)
+class Roads:
+    """Where messages go, whatever the rates are."""
+
+    network: Network
+    place: Placement
+    within_is_shared: bool
+
+    def hosts_of(self, each: Round) -> tuple[Array, Array]:
+        """Return [m] the hosts that send, and those that receive."""
+        return each.src // self.place.ranks_per_host, each.dst // self.place.ranks_per_host
+
+    def loads(self, each: Round) -> Iterator[Load]:
+        """Yield what links the messages of a round cross, unless it is one of everyone with everyone."""
+        src, dst = self.hosts_of(each)
+        inside, outside = np.flatnonzero(src == dst), np.flatnonzero(src != dst)
+        if self.within_is_shared:
+            yield Load("memory", 1.0, inside, src[inside])
+        else:
+            yield Load("rank out", 1.0, inside, each.src[inside])
+            yield Load("rank in", 1.0, inside, each.dst[inside])
+        for crossing in self.network.crossings(src[outside], dst[outside]):
+            yield Load(crossing.level, crossing.width, outside[crossing.messages], crossing.links)
+
+
+def roads_of(cluster: Cluster) -> Roads:
+    """Return where messages go on a cluster."""
+    return Roads(cluster.network, cluster.placement, cluster.within_is_shared)
+
+
+def messages_on_links(loads: Iterable[Load]) -> dict[str, Array]:
+    """Return by level [links] how many messages of a round cross each of its links.
+
+    Messages of several hops cross links of the same level after one another: these add up.
+    """
+    found: dict[str, Array] = {}
+    for load in loads:
+        if len(load.links):
+            found[load.level] = sum_of(found.get(load.level, np.zeros(0)), np.bincount(load.links))
+    return found
+
+
+def sum_of(one: Array, other: Array) -> Array:
+    """Return the sum of two arrays, of which the shorter one goes on with zeros."""
+    size = max(len(one), len(other))
+    return np.pad(one, (0, size - len(one))) + np.pad(other, (0, size - len(other)))
+
+
+class Way(NamedTuple):
+    """What the messages of a round meet, whatever the rates are.
+
+    Attributes:
+        is_far: [m] whether a message leaves its host.
+        hops: [m] links' latencies on its way.
+        busy: [m] the messages on the most loaded link of its way, over the width of that.
+        sent: [ranks] messages of each rank.
+        received: [ranks] that it gets.
+    """
+
+    is_far: Array
+    hops: Array
+    busy: Array
+    sent: Array
+    received: Array
+
+
+def way_of(roads: Roads, each: Round) -> Way:
+    """Return what the messages of a round meet."""
+    src, dst = roads.hosts_of(each)
+    hops = np.where(src != dst, roads.network.hops(src, dst), 1.0)
+    sent, received = (np.bincount(ranks, minlength=roads.place.size) for ranks in (each.src, each.dst))
+    return Way(src != dst, hops, _busy(list(roads.loads(each)), hops), sent, received)
+
+
+def _busy(loads: Sequence[Load], hops: Array) -> Array:
+    """Return [m] what the most loaded link on the way of each message has to carry from then on.
+
+    Messages that come to a link from far come later than others, which have begun to use it by then.
+    """
+    found = np.zeros(len(hops))
+    for level in {load.level for load in loads}:
+        here = [load for load in loads if load.level == level]
+        messages = np.concatenate([load.messages for load in here])
+        if len(messages):
+            counts = _as_late(np.concatenate([load.links for load in here]), hops[messages])
+            np.maximum.at(found, messages, counts / here[0].width)
+    return found
+
+
+def _as_late(links: Array, times: Array) -> Array:
+    """Return [m] how many messages come to the link of a message when it does, or later."""
+    if not len(times) or times.min() == times.max():
+        return np.bincount(links)[links]
+    order = np.lexsort((-times, links))
+    links, times = links[order], times[order]
+    begins = np.flatnonzero(np.diff(links, prepend=-1))
+    ends = np.flatnonzero(np.append((np.diff(links) != 0) | (np.diff(times) != 0), True)) + 1
+    places = np.arange(len(links))
+    counts = np.empty(len(links), np.int64)
+    first = begins[np.searchsorted(begins, places, side="right") - 1]
+    counts[order] = ends[np.searchsorted(ends, places, side="right")] - first
+    return counts

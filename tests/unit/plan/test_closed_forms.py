@@ -1,0 +1,148 @@
+"""Closed forms of collectives beside the simulation of their messages, on clusters that are drawn.
+
+The two share no formula: one adds up loads of links round by round, the other lets messages flow.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.network import FatTree, Switch, Torus
+from mpisgd.plan.simulation.by_message import coordinates, simulate_messages, walk_torus
+from mpisgd.plan.simulation.collectives import cost_of, cost_of_rounds, rounds_of
+from mpisgd.plan.simulation.engine import Task, simulate
+from mpisgd.plan.simulation.messages import ALL_REDUCE, HALVES, Round
+
+NEAR, NEARLY, FAR = 0.05, 0.1, 0.3
+
+
+def drawn_network(draw):
+    shape = draw.choice([(8,), (4, 4), (5, 7), (2, 3, 3), (4, 4, 4)])
+    tree = FatTree(draw.choice([2, 3, 4, 8]), draw.choice([1.0, 2.0, 4.0]))
+    return draw.choice([Switch(), tree, Torus(shape)])
+
+
+def drawn_cluster(draw, most_ranks):
+    """Any hosts and ranks, links from slow to fast, with and without what a message takes of a processor."""
+    network, k = drawn_network(draw), draw.choice([1, 1, 2, 3, 4, 8])
+    room = math.prod(network.shape) if isinstance(network, Torus) else most_ranks
+    hosts = draw.randint(1, max(1, min(room, most_ranks // k)))
+    between = Link(
+        10 ** draw.uniform(-6, -4),
+        10 ** draw.uniform(8, 10.5),
+        draw.choice([1.0, 0.6]),
+        draw.choice([0, 5e-7]),
+    )
+    within = Link(10 ** draw.uniform(-7, -5), 10 ** draw.uniform(9, 11), message_s=draw.choice([0, 1e-7]))
+    shared = draw.random() < 0.5
+    return Cluster(hosts, k, between, within, network, within_is_shared=shared, memory_bytes_per_s=1e11)
+
+
+def tolerance(algorithm, cluster):
+    """How near the two have to be.
+
+    Where ranks are no power of two those of halving and doubling come to a link at different times, and of
+    everyone with everyone some messages leave much later than others: then rounds are not what takes turns.
+    """
+    is_power = cluster.size & (cluster.size - 1) == 0
+    if algorithm == "all_to_all" or (algorithm == "ring" and isinstance(cluster.network, Torus)):
+        return NEARLY
+    return NEAR if algorithm != "halving_doubling" or is_power else FAR
+
+
+def compare(seed, most_ranks):
+    """What a drawn collective takes by both, as a share of the simulation's."""
+    draw = random.Random(seed)
+    cluster, nbytes = drawn_cluster(draw, most_ranks), 10 ** draw.uniform(2, 9)
+    algorithm, collective = draw.choice(list(ALL_REDUCE)), draw.choice(list(HALVES))
+    simulated = simulate_messages(cluster, rounds_of(cluster, algorithm, nbytes, collective))
+    found = cost_of(cluster, algorithm, collective).seconds(nbytes)
+    assert found == pytest.approx(simulated, rel=tolerance(algorithm, cluster), abs=1e-15), (
+        seed,
+        algorithm,
+        collective,
+        nbytes,
+        cluster,
+    )
+    return found / simulated - 1 if simulated else 0.0
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+def test_closed_forms_are_what_messages_take(first):
+    errors = [abs(compare(seed, 20)) for seed in range(first, first + 20)]
+    assert sum(error <= NEAR for error in errors) >= 18
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_closed_forms_are_what_messages_of_many_ranks_take(seed):
+    compare(seed, 96)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("hosts", "k"), [(512, 1), (64, 8)])
+@pytest.mark.parametrize(
+    "network", [Switch(), FatTree(16, 4.0), Torus((8, 8, 8)), Torus((4, 4, 32))], ids=str
+)
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "tree", "hierarchical"])
+def test_closed_forms_of_512_ranks(algorithm, network, hosts, k):
+    cluster = Cluster(hosts, k, Link(1e-5, 1e9), Link(1e-6, 1e10), network)
+    nbytes = 3e7
+    simulated = simulate_messages(cluster, rounds_of(cluster, algorithm, nbytes))
+    assert cost_of(cluster, algorithm).seconds(nbytes) == pytest.approx(simulated, rel=NEAR)
+
+
+# -- a simulation that can be believed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 4), (2, 3, 2)])
+def test_a_message_is_walked_the_shortest_way(shape):
+    """As far as the coordinates are apart, around each ring the shorter way; from neighbour to neighbour."""
+    for src in range(math.prod(shape)):
+        for dst in range(math.prod(shape)):
+            way = list(walk_torus(shape, src, dst))
+            here, there = coordinates(shape, src), coordinates(shape, dst)
+            apart = [abs(a - b) for a, b in zip(here, there, strict=True)]
+            assert len(way) == sum(min(a, n - a) for a, n in zip(apart, shape, strict=True))
+            corners = [here, *(corner for _, corner in way)]
+            assert corners[-1] == there
+            assert [first for first, _ in way] == corners[:-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_messages_share_links_as_tasks_of_the_engine_do(seed):
+    """Of one round, which both can: messages of different ways and rates."""
+    draw = random.Random(seed)
+    pairs = [draw.sample(range(12), 2) for _ in range(14)]
+    src, dst = np.array(pairs).T
+    cluster = Cluster(6, 2, Link(1e-4, 1e9), Link(1e-5, 3e9), FatTree(2, 4.0), within_is_shared=False)
+    tasks, capacities = [], {}
+    for a, b in pairs:
+        a_host, b_host = a // 2, b // 2
+        needs = {("rank out", a): 3e9, ("rank in", b): 3e9}
+        if a_host != b_host:
+            needs = {("out", a_host): 1e9, ("in", b_host): 1e9}
+            if a_host // 2 != b_host // 2:
+                needs |= {("up", a_host // 2): 5e8, ("down", b_host // 2): 5e8}
+        names = {f"{kind} {number}": rate for (kind, number), rate in needs.items()}
+        capacities |= names
+        latency_s = 1e-4 if a_host != b_host else 1e-5
+        tasks.append(Task("", dict.fromkeys(names, 1e6), delay_s=latency_s))
+    expected = max(span.end_s for span in simulate(tasks, capacities))
+    assert simulate_messages(cluster, [Round(src, dst, 1e6)]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_line_of_its_own_where_neither_few_nor_many_bytes_are_what_counts():
+    """Messages to a neighbour share its link with three others; one goes far, alone on its last links."""
+    cluster = Cluster(9, 1, Link(1e-5, 1e9), Link(1e-6, 1e10), Torus((9,)))
+    each = Round(np.array([0, 1, 2, 3]), np.array([4, 4, 4, 4]), 1.0)
+    costs = cost_of_rounds(cluster, [each])
+    for nbytes in (1.0, 3e3, 1e4, 3e4, 1e6):
+        simulated = simulate_messages(cluster, [Round(each.src, each.dst, nbytes)])
+        assert costs.seconds(nbytes) == pytest.approx(simulated, rel=1e-9)
+    assert len(costs.lines) == 2
