@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from layout import Layout
-from parallelize import parallelize, split_layers
-from text_model import VOCABULARY, ModelSize, build_model
-from text_pipeline import Scheduled, ScheduleName
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from training_pass import Pass, Pipelined, Whole
+from training.layout import Layout
+from training.parallelize import parallelize, split_layers
+from training.text_model import VOCABULARY, ModelSize, build_model
+from training.text_pipeline import Scheduled, ScheduleName
+from training.training_pass import Pass, Pipelined, Whole
 
 import mpisgd
 from mpisgd.plan.methods import planned_methods

@@ -27,10 +27,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from image_data import ImageData, load
-from methods import CompressionOption, Method, StrategyOption, common_model, finish, read_method
-from ranks import mean_over_ranks, on_rank_0
-from records import (
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from training.image_data import ImageData, load
+from training.methods import CompressionOption, Method, StrategyOption, common_model, finish, read_method
+from training.ranks import mean_over_ranks, on_rank_0
+from training.records import (
     Epoch,
     TensorBoard,
     Terminal,
@@ -39,11 +43,7 @@ from records import (
     check_writable,
     save_plot,
 )
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from train_state import Checkpointer, resume_from
+from training.train_state import Checkpointer, resume_from
 
 import mpisgd
 from mpisgd.cli.program import run_program

@@ -30,20 +30,20 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from division import Division, Zero, check_division, choose_layout, choose_method
-from layout import Layout, check_fit
-from methods import CompressionOption, StrategyOption, common_model, finish
-from parallelize import parallelize
-from ranks import mean_over_ranks, on_rank_0
-from records import TensorBoard, Terminal, append_metrics, check_tensorboard, check_writable
-from text_data import load, random_sequences
-from text_dimensions import LaidOut, read_mesh_layout
-from text_model import GPT, ModelSize, build_model
-from text_pipeline import Scheduled, ScheduleName
-from text_state import read_run, read_state, write_checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from training_pass import Pass, Pipelined, Whole
+from training.division import Division, Zero, check_division, choose_layout, choose_method
+from training.layout import Layout, check_fit
+from training.methods import CompressionOption, StrategyOption, common_model, finish
+from training.parallelize import parallelize
+from training.ranks import mean_over_ranks, on_rank_0
+from training.records import TensorBoard, Terminal, append_metrics, check_tensorboard, check_writable
+from training.text_data import load, random_sequences
+from training.text_dimensions import LaidOut, read_mesh_layout
+from training.text_model import GPT, ModelSize, build_model
+from training.text_pipeline import Scheduled, ScheduleName
+from training.text_state import read_run, read_state, write_checkpoint
+from training.training_pass import Pass, Pipelined, Whole
 
 import mpisgd
 from mpisgd.cli.program import run_program

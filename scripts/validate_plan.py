@@ -289,7 +289,7 @@ def job(hosts: str, rate: str, *words: str) -> int:
     """The exit code of a job of this program."""
     program = [sys.executable, str(Path(__file__).resolve()), *words]
     if "," in hosts:
-        cluster = [sys.executable, str(ROOT / "scripts/virtual_cluster.py"), "--hosts", hosts]
+        cluster = [sys.executable, str(ROOT / "scripts/emulation/virtual_cluster.py"), "--hosts", hosts]
         command = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
     else:
         command = ["timeout", str(LIMIT_S), "mpirun", "-n", hosts, *program]

@@ -18,11 +18,17 @@ def machine() -> dict[str, Any]:
 
 def provenance() -> dict[str, Any]:
     """Return the part of a record that needs no job: the command line, the time (UTC) and the machine."""
-    program = Path(sys.argv[0]).name
-    name = "-m mpisgd" if program == "__main__.py" else f"scripts/{program}"
+    program = Path(sys.argv[0]).resolve()
+    name = "-m mpisgd" if program.name == "__main__.py" else _in_repository(program)
     command = " ".join(["python", name, *sys.argv[1:]])
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"command": command, "when": when, "machine": machine()}
+
+
+def _in_repository(program: Path) -> str:
+    """Return the path of one of the repository's programs as one calls it there; of others the name."""
+    parts = program.parts
+    return "/".join(parts[parts.index("scripts") :]) if "scripts" in parts else program.name
 
 
 def _processor() -> str:

@@ -120,7 +120,7 @@ def code_line(method: Method) -> str:
 
 def _code_of_layout(layout: Parallel) -> str:
     if layout.tp > 1:
-        return "torch.distributed.tensor.parallel.parallelize_module(...)  # as in scripts/parallelize.py"
+        return "torch.distributed.tensor.parallel.parallelize_module(...)  # scripts/training/parallelize.py"
     checkpoint = ", checkpoint=True" if layout.recompute else ""
     return (
         f"mpisgd.pipeline.Pipeline(stages, schedule={layout.schedule!r}, replicas=dp, "

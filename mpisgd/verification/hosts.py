@@ -27,7 +27,7 @@ def find_cluster(text: str) -> list[str]:
     """Return the words of a command; by default those of this checkout, or none outside of one."""
     if text:
         return [] if text == PRETENDED else shlex.split(text)
-    program = Path(mpisgd.__file__).resolve().parents[1] / "scripts" / "virtual_cluster.py"
+    program = Path(mpisgd.__file__).resolve().parents[1] / "scripts" / "emulation" / "virtual_cluster.py"
     return [sys.executable, str(program)] if program.is_file() else []
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import progress
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, str(ROOT / "scripts" / "virtual_cluster.py")]
+COMMAND = [sys.executable, str(ROOT / "scripts" / "emulation" / "virtual_cluster.py")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 

@@ -122,7 +122,7 @@ def test_usage_errors_are_said_at_once(arguments):
 @pytest.mark.long
 def test_links_carry_their_rate_and_no_more(tmp_path):
     """Mbit/s of payload; headers take 4 to 5 %, and a busy machine may take more, so the floor is low."""
-    script = str(ROOT / "scripts" / "link_rate.py")
+    script = str(ROOT / "scripts" / "emulation" / "link_rate.py")
     done = run_on("2,1", sys.executable, script, "--json", str(tmp_path / "links"), rate="200mbit")
     assert done.returncode == 0, done.stderr
     (link,) = json.loads((tmp_path / "links").read_text())

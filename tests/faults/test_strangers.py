@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "stranger_starts.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "security" / "stranger_starts.py"
 
 
 @pytest.mark.parametrize("starts", [3, pytest.param(100, marks=pytest.mark.long)])

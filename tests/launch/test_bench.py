@@ -187,12 +187,15 @@ def test_memory_is_compared_with_the_same_training_without(tmp_path):
 
 
 def test_fusion_is_measured_beside_one_call_each(tmp_path):
-    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_fusion.py"
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "bench_fusion.py"
     options = ("--tensors", "5", "--width", "8", "--repeats", "2", "--json", str(tmp_path / "fusion.json"))
     done = run_python(str(script), *options, num_ranks=3)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "fusion.json").read_text())
-    assert (record["size"], record["command"]) == (3, " ".join(["python scripts/bench_fusion.py", *options]))
+    assert (record["size"], record["command"]) == (
+        3,
+        " ".join(["python scripts/bench/bench_fusion.py", *options]),
+    )
     check_spread(record["rows"])
     ratios = {row["variant"]: row["ratio_to_fused"] for row in record["rows"]}
     assert ratios.pop("mpisgd, fused") == 1.0

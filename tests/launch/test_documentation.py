@@ -136,8 +136,9 @@ def run_commands(chosen: list[Block], folder: Path) -> None:
     for block in chosen:
         text = block.text.replace("/scratch", str(folder / "scratch"))
         # These scripts set the environment up, and then execute the programs.
-        text = text.replace("./scripts/cluster", f"python {ROOT}/scripts/virtual_cluster.py")
-        text = text.replace("./scripts/faults", f"python {ROOT}/scripts/fault_rounds.py")
+        text = text.replace("./scripts/cluster", f"python {ROOT}/scripts/emulation/virtual_cluster.py")
+        faults = f"python {ROOT}/scripts/fault_injection/fault_rounds.py"
+        text = text.replace("./scripts/faults", f"PYTHONPATH={ROOT}:{ROOT}/scripts {faults}")
         done = progress.run(["bash", "-euo", "pipefail", "-c", text], env=environment, cwd=folder)
         expected = int(block.markers.get("exit code", 0))
         assert done.returncode == expected, f"{block.where}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

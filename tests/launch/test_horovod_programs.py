@@ -9,12 +9,12 @@ import textwrap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import image_data
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from launcher import run_python
+from training import image_data
 
 PROGRAMS = Path(__file__).with_name("programs")
 TRAINING, BENCHMARK = "horovod_digits.py", "horovod_benchmark.py"

@@ -85,7 +85,8 @@ EQUAL = [
 
 DRIVER = """
 import json, sys
-import parallelize, train_text, typer
+import train_text, typer
+from training import parallelize
 command, share = typer.main.get_command(train_text.app), parallelize.share
 for name, args in json.loads(sys.argv[1]):
     parallelize.share = (lambda model, *_: model) if name == "without communication" else share

@@ -14,7 +14,7 @@ import progress
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs")
-COMMAND = [sys.executable, str(ROOT / "scripts" / "virtual_slurm.py")]
+COMMAND = [sys.executable, str(ROOT / "scripts" / "emulation" / "virtual_slurm.py")]
 MPICH = Path(sys.prefix + "-mpich") / "bin" / "python"
 # sbatch hands its environment to the job. What other tests set there changes how mpirun places ranks.
 ENVIRONMENT = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from image_data import DataError, load, read_idx
+from training.image_data import DataError, load, read_idx
 
 NAMES = {
     "x_train": "train-images-idx3-ubyte",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout import Layout, check_fit, parse_layout
-from parallelize import keep_stage
-from text_model import ModelSize, build_model
+from training.layout import Layout, check_fit, parse_layout
+from training.parallelize import keep_stage
+from training.text_model import ModelSize, build_model
 
 from mpisgd import JobError
 

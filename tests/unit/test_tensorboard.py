@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from records import Epoch, TensorBoard, check_tensorboard
+from training.records import Epoch, TensorBoard, check_tensorboard
 
 from mpisgd import JobError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from image_data import DataError
-from text_data import load, random_sequences
+from training.image_data import DataError
+from training.text_data import load, random_sequences
 
 
 def test_standard_library_is_there_without_being_asked_for():

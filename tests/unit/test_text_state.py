@@ -12,7 +12,7 @@ from mpisgd import CheckpointError
 
 with warnings.catch_warnings():  # torch.distributed.optim uses what torch itself has deprecated
     warnings.filterwarnings("ignore", "`torch.jit.* is deprecated", DeprecationWarning)
-    from text_state import read_run
+    from training.text_state import read_run
 
 IDENTITY = {"--dim": 16, "--seed": 0}
 

@@ -53,7 +53,7 @@ def mentions(path: Path) -> bool:
 
 
 def sources() -> list[Path]:
-    return sorted([*(ROOT / "mpisgd").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
+    return sorted([*(ROOT / "mpisgd").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 
 
 def test_only_objects_of_other_ranks_are_unpickled():

@@ -1,6 +1,6 @@
 """`Parallel`: tensor and pipeline parallelism beside data parallelism; `Grid`: which ranks do what in it.
 
-Ranks that send most are neighbours, as in `scripts/layout.py`: tp counts fastest, then dp, then pp. Eight
+Ranks that send most are neighbours (`scripts/training/layout.py`): tp counts fastest, then dp, then pp. Eight
 ranks of Parallel(tp=2, pp=2), and so dp = 2:
 
               pp 0                pp 1

@@ -13,7 +13,7 @@ from mpisgd.verification.hosts import checked, find_cluster, on_hosts
 def test_a_checkout_has_a_command_of_its_own():
     words = find_cluster("")
     assert words[0] == sys.executable
-    assert words[1].endswith("scripts/virtual_cluster.py")
+    assert words[1].endswith("scripts/emulation/virtual_cluster.py")
 
 
 def test_another_command_may_be_named_or_none():

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from image_data import DataError
 from torch import Tensor
+
+from training.image_data import DataError
 
 __all__ = ["load", "random_sequences"]
 

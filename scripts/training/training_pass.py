@@ -7,11 +7,12 @@ of mpisgd's own divided models are in text_pipeline.py and text_dimensions.py.
 from __future__ import annotations
 
 import torch
-from parallelize import reduces_gradients
-from text_model import mean_loss
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from training.parallelize import reduces_gradients
+from training.text_model import mean_loss
 
 __all__ = ["Pass", "Pipelined", "Whole"]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from layout import Layout
-from text_model import GPT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -21,6 +19,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from training.layout import Layout
+from training.text_model import GPT
 
 __all__ = ["parallelize", "reduces_gradients"]
 

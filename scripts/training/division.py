@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from layout import Layout, parse_layout
-from methods import Method, read_method
-from text_pipeline import ScheduleName
-
 import mpisgd
+from training.layout import Layout, parse_layout
+from training.methods import Method, read_method
+from training.text_pipeline import ScheduleName
 
 __all__ = ["Division", "Zero", "check_division", "choose_layout", "choose_method"]
 

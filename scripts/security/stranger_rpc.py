@@ -1,6 +1,6 @@
 """A stranger that speaks torch's RPC: it calls functions of whoever listens, as soon as a port opens.
 
-    python scripts/stranger_rpc.py FOLDER NAME STARTS
+    python scripts/security/stranger_rpc.py FOLDER NAME STARTS
 
 It has an agent of its own ready, whose table of addresses is one that it fills in itself. What it calls
 leaves a file in FOLDER if it is done: `pickled` by a pickled call, `operator` by one of torch's operators.

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from image_data import DataError
 from torch import Tensor
 
 import mpisgd
+from training.image_data import DataError
 
 __all__ = ["everywhere", "mean_over_ranks", "on_rank_0", "or_job_error"]
 

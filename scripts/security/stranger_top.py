@@ -1,6 +1,6 @@
 """A stranger that offers memory as a job's mailboxes: whoever looks for jobs finds pickles that leave a file.
 
-python scripts/stranger_top.py FOLDER NAME STARTS
+python scripts/security/stranger_top.py FOLDER NAME STARTS
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The gain of tensor fusion: 604 small gradients in a few messages, against one call for each.
 
-    mpirun -np 2 python scripts/bench_fusion.py --json fusion.json
+    mpirun -np 2 python scripts/bench/bench_fusion.py --json fusion.json
 
 Only the averaging is timed; `python -m mpisgd bench step --models deep` times whole training steps of as many
 gradients. Measured as that does: interleaved, every result checked first; read the ratios.

@@ -1,6 +1,6 @@
 """What it costs that one rank has the batch: `mpisgd.nn.DataParallel` beside DDP and DistributedOptimizer.
 
-    mpirun -np 2 python scripts/bench_data_parallel.py --model transformer
+    mpirun -np 2 python scripts/bench/bench_data_parallel.py --model transformer
 
 All train on the same joined batch; with DataParallel, rank 0 has it, and the optimizer. Measured as
 `python -m mpisgd bench` does: interleaved, every result checked first; read the ratios.

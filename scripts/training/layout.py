@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from text_model import ModelSize
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mpisgd import JobError
+from training.text_model import ModelSize
 
 __all__ = ["AXES", "Layout", "check_fit", "parse_layout"]
 

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ranks import or_job_error
-from records import Epoch, check_identity
-
 import mpisgd
 from mpisgd import checkpoint
+from training.ranks import or_job_error
+from training.records import Epoch, check_identity
 
 if TYPE_CHECKING:
     from train import Training

@@ -21,9 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from methods import common_model
-from ranks import everywhere, on_rank_0
-from records import check_identity
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -36,6 +33,9 @@ from torch.optim import Optimizer
 
 import mpisgd
 from mpisgd import CheckpointError, JobError
+from training.methods import common_model
+from training.ranks import everywhere, on_rank_0
+from training.records import check_identity
 
 __all__ = ["read_run", "read_state", "write_checkpoint"]
 

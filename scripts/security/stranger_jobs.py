@@ -1,6 +1,6 @@
 """A job that starts what strangers could come in by, again and again; `scripts/strangers` runs it.
 
-mpirun -n 2 python scripts/stranger_jobs.py FOLDER FIRST STARTS KIND:STRANGER...
+mpirun -n 2 python scripts/security/stranger_jobs.py FOLDER FIRST STARTS KIND:STRANGER...
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure what the links between the hosts of a job carry: the limit that its collectives are held against.
 
-    mpirun -np 2 -hostfile hosts python scripts/link_rate.py
-    ./scripts/cluster --hosts 2,2 --rate 1gbit -- python scripts/link_rate.py --json link.json
+    mpirun -np 2 -hostfile hosts python scripts/emulation/link_rate.py
+    ./scripts/cluster --hosts 2,2 --rate 1gbit -- python scripts/emulation/link_rate.py --json link.json
 
 One rank of each host speaks, one pair of hosts at a time; the other ranks sleep. Plain MPI point to point,
 without mpisgd: messages of 1 MiB of which several are under way, and for the latency a ping-pong of 8 bytes.

@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from text_model import GPT, mean_loss
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from training_pass import Pass
 
 import mpisgd
+from training.text_model import GPT, mean_loss
+from training.training_pass import Pass
 
 __all__ = ["LaidOut", "read_mesh_layout"]
 

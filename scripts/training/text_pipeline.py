@@ -13,14 +13,14 @@ from collections.abc import Callable
 from enum import Enum
 
 import torch
-from layout import Layout
-from parallelize import keep_stage
-from text_model import GPT, mean_loss
 from torch import Tensor
-from training_pass import Pass
 
 import mpisgd
 from mpisgd.pipeline import Pipeline
+from training.layout import Layout
+from training.parallelize import keep_stage
+from training.text_model import GPT, mean_loss
+from training.training_pass import Pass
 
 __all__ = ["ScheduleName", "Scheduled"]
 

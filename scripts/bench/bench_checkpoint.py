@@ -1,6 +1,6 @@
 """The cost of a checkpoint, compared with a training step and with plain writes of the same bytes.
 
-    mpirun -np 2 python scripts/bench_checkpoint.py --folder /scratch/me
+    mpirun -np 2 python scripts/bench/bench_checkpoint.py --folder /scratch/me
 
 The 22 million parameter MLP of `python -m mpisgd bench step`, trained by SGD with momentum. Each round
 has steps without a checkpoint, steps while the writer's thread writes one, a blocking save, and plain writes

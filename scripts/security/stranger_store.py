@@ -1,6 +1,6 @@
 """A stranger that speaks the protocol of torch's TCPStore: it writes into whatever store it finds.
 
-python scripts/stranger_store.py FOLDER NAME STARTS
+python scripts/security/stranger_store.py FOLDER NAME STARTS
 """
 
 from __future__ import annotations

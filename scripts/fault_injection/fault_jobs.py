@@ -18,7 +18,8 @@ from progress import Hung, wait
 
 __all__ = ["Ended", "mpirun", "on_hosts", "program", "run_job"]
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 GRACE_S = 5.0
 ENVIRONMENT = {
     "MPISGD_PROFILE": "built-in",
@@ -49,7 +50,7 @@ class Ended:
 
 def program(*arguments: str) -> list[str]:
     """The command of one rank."""
-    return [sys.executable, str(ROOT / "scripts" / "fault_program.py"), *arguments]
+    return [sys.executable, str(HERE / "fault_program.py"), *arguments]
 
 
 def mpirun(num_ranks: int, *options: str) -> list[str]:
@@ -61,7 +62,7 @@ def mpirun(num_ranks: int, *options: str) -> list[str]:
 
 def on_hosts(hosts: str, options: str) -> list[str]:
     """The prefix of a command that runs it on several emulated hosts."""
-    cluster = [sys.executable, str(ROOT / "scripts" / "virtual_cluster.py"), "--hosts", hosts]
+    cluster = [sys.executable, str(ROOT / "scripts" / "emulation" / "virtual_cluster.py"), "--hosts", hosts]
     return [*cluster, "--rate", "1gbit", f"--mpirun={options}", "--"]
 
 

@@ -1,0 +1,1 @@
+"""What stands behind train.py and train_text.py: data, models, methods, checkpoints, records."""
