@@ -17,8 +17,8 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.threads.inheriting_thread import InheritingThread
 from mpisgd.threads.scheduling import join, runs
+from mpisgd.threads.service_thread import InheritingThread
 
 __all__ = ["Writer"]
 

@@ -32,7 +32,7 @@ from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job.world import Job
 from mpisgd.monitor.rank_snapshot import stack_of
 from mpisgd.threads import scheduling, wait_registry
-from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.service_thread import InheritingThread
 from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = ["Engine"]
