@@ -28,7 +28,12 @@ RANKS = {False: "1,2,3,4", True: "3,4"}  # by --quick
 WIDTH = 200  # at most, where the table goes to a file
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all cells here.")]
-Picture = Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="Draw the matrix here.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--plot", metavar="PATH", help="Draw the matrix here, and that of methods x situations beside it."
+    ),
+]
 
 
 def verify(
@@ -184,6 +189,7 @@ def _finish(
     """Print the table and what is wrong; write the files."""
     from rich.console import Console
 
+    from mpisgd.verification.matrix_report import draw_matrix
     from mpisgd.verification.report import draw, summary_of, table_of
     from mpisgd.verification.run_matrix import summary_of_matrix
 
@@ -196,7 +202,9 @@ def _finish(
             record = {"kind": "verify", **provenance(), "cells": [cell._asdict() for cell in found]}
             record["methods"] = [each._asdict() for each in tried]
             json_file.write_text(json.dumps(record, indent=1) + "\n")
-        if plot_file is not None:
+        if plot_file is not None and found:
             draw(found, plot_file)
+        if plot_file is not None and tried:
+            draw_matrix(tried, plot_file.with_stem(f"{plot_file.stem}-methods"))
     except OSError as exc:
         raise mpisgd.JobError(f"cannot write {exc.filename}: {exc.strerror}") from exc

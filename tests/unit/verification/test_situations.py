@@ -8,7 +8,8 @@ import pytest
 
 import mpisgd
 from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.verification.method_matrix import DIVISIONS, Row, alone_in, packed, pairs_of, row_of, rows
+from mpisgd.verification.matrix_report import draw_matrix, outcomes, text_of_matrix
+from mpisgd.verification.method_matrix import DIVISIONS, Row, Tried, alone_in, packed, pairs_of, row_of, rows
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.contract import violation
 from mpisgd.verification.programs.program import Clip, Optimizer, Reload, Step, parse
@@ -116,3 +117,19 @@ def test_a_residual_that_is_lost_by_saving_is_found(monkeypatch):
     monkeypatch.setattr(CompressionState, "take", lambda self, alike, own: None)
     assert backend.run(plain).kind == "ok"
     assert backend.run(resumed).kind == "values"
+
+
+def test_the_worst_of_a_kind_in_a_situation_is_shown(tmp_path):
+    found = [
+        Tried("compress.TopK(ratio=0.3)", ("clipped", "resumed"), "ok", has_reference=True),
+        Tried("compress.TopK(ratio=0.5)", ("clipped",), "values", "off by 1"),
+        Tried("LocalSGD(sync_every=2), compress.TopK(ratio=0.3)", (), "ok"),
+        Tried("LocalSGD(sync_every=2)", ("sum",), "refused", "InvalidArgument: op=SUM does not go"),
+    ]
+    places = outcomes(found)
+    assert places["TopK"]["clipped"] == "wrong"
+    assert places["TopK"]["resumed"] == "equal"
+    assert places["LocalSGD with a compressor"]["plain"] == "alone"
+    assert "LocalSGD: sum" in text_of_matrix(found)
+    draw_matrix(found, tmp_path / "found.png")
+    assert (tmp_path / "found.png").stat().st_size > 1000
