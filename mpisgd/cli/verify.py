@@ -57,6 +57,9 @@ def verify(
         str,
         typer.Option(metavar="MODULE:CALL", help="A strategy or compressor of your own, and nothing else."),
     ] = "",
+    refusals: Annotated[
+        bool, typer.Option("--refusals", help="Print why methods are refused in situations.")
+    ] = False,
     json_file: Json = None,
     plot_file: Picture = None,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for each job.")] = 600.0,
@@ -71,6 +74,7 @@ def verify(
     The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is.
     """
     from mpisgd.verification.matrix import Plan
+    from mpisgd.verification.matrix_report import text_of_matrix
     from mpisgd.verification.method_matrix import row_of, rows
     from mpisgd.verification.sabotage import Sabotage
 
@@ -92,6 +96,8 @@ def verify(
         found = _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
     if cells is None and (not here or mpisgd.rank() == 0):
         _finish(found, tried, json_file, plot_file)
+        if refusals:
+            typer.echo(text_of_matrix(tried), nl=False)
     if cells is None and not all(cell.is_as_wanted for cell in found):
         raise typer.Exit(1)
     if any(each.is_fault for each in tried):

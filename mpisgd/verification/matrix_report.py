@@ -25,7 +25,7 @@ LABELS = {
 
 
 def kind_of(method: str) -> str:
-    """Return a method without its arguments: `LocalSGD, TopK` of `LocalSGD(sync_every=2), compress.TopK(...)`."""
+    """Return a method without its arguments: `TopK` of `compress.TopK(ratio=0.3)`."""
     bare = re.sub(r"\(.*?\)(?=, [a-zA-Z]|$)", "", method)
     names = [name.rsplit(".", 1)[-1] for name in bare.split(", ")]
     return names[0] if len(names) == 1 else f"{names[0]} with a compressor"
