@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,11 +32,26 @@ def mpirun() -> str:
     return found
 
 
+# What preloaded.py cannot do as Python does it has a start of Python.
+PRELOADED = """#!/bin/sh
+case "$1" in -[Wcm] | [!-]*) exec {python} -I -S {client} {path} "$@" ;; esac
+exec {python} "$@"
+"""
+
+
 @functools.cache
-def preloaded_python() -> list[str]:
-    """Start the server of preloaded.py, which ends with this process; return the command that uses it."""
+def preloaded_python() -> str:
+    """Start the server of preloaded.py, which ends with this process; return a `python` that uses it.
+
+    An `mpirun` is beside it.
+    """
     here = Path(__file__).parent
-    path = f"{tempfile.mkdtemp(prefix='preloaded-')}/socket"
+    folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
+    path, python = str(folder / "socket"), folder / "python"
+    words = {"python": sys.executable, "client": here / "preloaded_client.py", "path": path}
+    python.write_text(PRELOADED.format(**{name: shlex.quote(str(word)) for name, word in words.items()}))
+    python.chmod(0o755)
+    (folder / "mpirun").symlink_to(mpirun())
     server = subprocess.Popen(
         [sys.executable, str(here / "preloaded.py"), path],
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},  # our backend is loaded by each program
@@ -47,7 +63,7 @@ def preloaded_python() -> list[str]:
     assert server.stdout.readline() == b"ready\n"
     server.stdout.close()
     atexit.register(end, server, path)
-    return [sys.executable, "-I", "-S", str(here / "preloaded_client.py"), path]
+    return str(python)
 
 
 def end(server: subprocess.Popen[bytes], path: str) -> None:
@@ -58,25 +74,30 @@ def end(server: subprocess.Popen[bytes], path: str) -> None:
     shutil.rmtree(Path(path).parent)
 
 
+def python(*, fresh: bool = False) -> str:
+    """A `python` to run programs with.
+
+    It forks them from a process that has imported torch, see preloaded.py, unless it must be a `fresh` start
+    of Python; with --long it always is one.
+    """
+    return sys.executable if fresh or "MPISGD_TEST_LONG" in os.environ else preloaded_python()
+
+
 def run_python(
     *args: str,
     num_ranks: int | None = None,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     quiet_s: float = progress.QUIET_S,
-    preloaded: bool = False,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure.
 
-    It hangs when it has said nothing for `quiet_s`, however long the whole takes. Where it is `preloaded`,
-    it is forked from a process that has imported torch, see preloaded.py; with --long it never is. Nor is
-    a job with fault tolerance, whose ranks end it through their parent, the launcher.
+    It hangs when it has said nothing for `quiet_s`, however long the whole takes.
     """
-    preloaded = preloaded and "--with-ft" not in options and "MPISGD_TEST_LONG" not in os.environ
     prefix = [] if num_ranks is None else [mpirun(), "-n", str(num_ranks), *options]
-    python = preloaded_python() if preloaded else [sys.executable]
     done = progress.run(
-        [*prefix, *python, *args],
+        [*prefix, python(fresh=fresh), *args],
         env={**os.environ, **ENVIRONMENT, **(env or {})},
         quiet_s=quiet_s,
     )

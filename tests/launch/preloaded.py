@@ -71,6 +71,7 @@ def read_options(args: list[str], own_paths: list[str]) -> Callable[[], None]:
         warnings.simplefilter(args[1])  # type: ignore[arg-type]
         sys.warnoptions.append(args[1])
         args = args[2:]
+    sys.orig_argv = [sys.executable, *args]
     what, *rest = args
     if what == "-m":
         folder, sys.argv = os.getcwd(), rest
@@ -181,6 +182,7 @@ class Server:
 
 def main(path: str) -> None:
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.executable = str(Path(path).with_name("python"))  # so that what a program starts is preloaded, too
     own_paths = [place for place in sys.path[1:] if place not in given]
     server = Server(path)
     print("ready", flush=True)

@@ -13,7 +13,7 @@ import progress
 import pytest
 from blocks import CODE, ROOT, Block, blocks, commands_of, pages
 from command_page import programs
-from launcher import ENVIRONMENT, run_python
+from launcher import ENVIRONMENT, python, run_python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -130,7 +130,9 @@ def run_commands(chosen: list[Block], folder: Path) -> None:
     environment = {
         **os.environ,
         **ENVIRONMENT,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(
+            [*(str(Path(name).parent) for name in (python(), sys.executable)), os.environ["PATH"]]
+        ),
         "PYTHONPATH": str(ROOT),
     }
     for block in chosen:

@@ -15,7 +15,7 @@ def start(tmp_path):
     def run(text: str, num_ranks: int | None = None, **env: str):
         program = tmp_path / "prog.py"
         program.write_text("import torch, mpisgd.horovod as hvd\n" + textwrap.dedent(text))
-        return run_python("-W", "error", str(program), num_ranks=num_ranks, env=env, preloaded=True)
+        return run_python("-W", "error", str(program), num_ranks=num_ranks, env=env)
 
     return run
 

@@ -79,7 +79,7 @@ def said_by(changes: list[str]) -> dict[str, list[str]]:
             lines += [[change, benchmark, *small, *run] for run in BENCHMARK_RUNS]
         (folder / "driver.py").write_text(DRIVER)
         program = ("-m", "mpisgd.horovod", str(folder / "driver.py"))
-        done = run_python(*program, json.dumps(lines), num_ranks=NUM_RANKS, preloaded=True)
+        done = run_python(*program, json.dumps(lines), num_ranks=NUM_RANKS)
     assert (done.returncode, done.stderr) == (0, "")
     parts = re.split(r"^running (\w+)\n", done.stdout, flags=re.MULTILINE)[1:]
     texts = {change: [] for change in changes}
@@ -186,7 +186,9 @@ def test_a_script_runs_as_with_plain_python(tmp_path):
     real.mkdir(parents=True)
     (real / "__init__.py").write_text("raise ImportError('the one that is installed')")
     options = ("-m", "mpisgd.horovod", "--verbose")
-    done = run_python(*options, str(script), "--verbose", "two", env={"PYTHONPATH": path_with(real.parent)})
+    done = run_python(
+        *options, str(script), "--verbose", "two", env={"PYTHONPATH": path_with(real.parent)}, fresh=True
+    )
     first, second, third, compiler, *absent, run, child, alone = done.stdout.splitlines()
     assert first == f"{script} --verbose two {script} {tmp_path} None"
     assert second == "mpisgd.horovod mpisgd.horovod 0.28.1 HorovodAllreduce"

@@ -34,7 +34,7 @@ def job(tmp_path):
         program = tmp_path / "prog.py"
         program.write_text(START + textwrap.dedent(text))
         start = time.monotonic()
-        done = run_python(str(program), num_ranks=num_ranks, env=env, preloaded=True)
+        done = run_python(str(program), num_ranks=num_ranks, env=env)
         done.seconds = time.monotonic() - start  # type: ignore[attr-defined]
         return done
 

@@ -44,7 +44,7 @@ except KeyboardInterrupt:
 
 def of_three_ranks(program: str):
     """The end of a job that fails since a rank has left."""
-    done = run_python("-c", BEGINNING + program, num_ranks=3, preloaded=True)
+    done = run_python("-c", BEGINNING + program, num_ranks=3)
     if "cannot" in done.stdout:
         pytest.skip("this machine does not let processes reach each other's memory")
     assert done.returncode != 0

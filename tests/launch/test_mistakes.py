@@ -16,14 +16,14 @@ SIZES = [pytest.param(2, marks=LONG), 3, pytest.param(4, marks=LONG)]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_mistake_ends_in_the_right_error_on_all_ranks(size):
-    check_reports(run_python(str(PROGRAM), "fast", num_ranks=size, preloaded=True), size)
+    check_reports(run_python(str(PROGRAM), "fast", num_ranks=size), size)
 
 
 @LONG
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_at_the_pace_of_a_job(size):
-    check_reports(run_python(str(PROGRAM), num_ranks=size, preloaded=True), size)
+    check_reports(run_python(str(PROGRAM), num_ranks=size), size)
 
 
 # How the last rank leaves, what the others do, and words that the error must hold.
@@ -48,7 +48,7 @@ WAYS = [
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("how", "what", "words"), WAYS)
 def test_a_rank_that_leaves_early_ends_the_job_with_one_error(how, what, words, size):
-    done = run_python(str(PROGRAM), how, what, num_ranks=size, preloaded=True)
+    done = run_python(str(PROGRAM), how, what, num_ranks=size)
     assert "CollectiveTimeout" not in done.stderr, done.stderr
     assert done.returncode not in (0, 124), done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
@@ -58,7 +58,7 @@ def test_a_rank_that_leaves_early_ends_the_job_with_one_error(how, what, words, 
 @LONG
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_rank_that_raises_ends_the_job_with_its_own_error(size):
-    done = run_python(str(PROGRAM), "raises", "recv", num_ranks=size, preloaded=True)
+    done = run_python(str(PROGRAM), "raises", "recv", num_ranks=size)
     assert done.returncode not in (0, 124), done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr
     assert "the last rank has had enough" in done.stderr

@@ -13,8 +13,8 @@ from mpisgd.checkpoint import format
 PROGRAM = str(Path(__file__).parent / "programs" / "offloaded.py")
 
 
-def run(num_ranks, **options):
-    return run_python(PROGRAM, json.dumps(options), num_ranks=num_ranks)
+def run(num_ranks, fresh=False, **options):
+    return run_python(PROGRAM, json.dumps(options), num_ranks=num_ranks, fresh=fresh)
 
 
 def result(done):
@@ -43,7 +43,7 @@ def test_a_model_of_three_times_the_memory_limit_trains(tmp_path, limit):
     (mib,) = limit.values()
     width, nbytes = 1024, 3 * mib * 2**20
     size = {"width": width, "depth": -(-nbytes // (12 * width * (width + 1))), "steps": 2}
-    within = result(run(1, folder=str(tmp_path), what="optimizer,parameters", **limit, **size))
+    within = result(run(1, fresh=True, folder=str(tmp_path), what="optimizer,parameters", **limit, **size))
     freely = result(run(1, **size))
     assert within["bytes"] >= nbytes
     assert within["losses"] == freely["losses"]

@@ -33,7 +33,7 @@ PROGRAM = """
 def paint(tmp_path):
     program = tmp_path / "paint.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    return lambda *args, num_ranks=None: run_python(str(program), *args, num_ranks=num_ranks, preloaded=True)
+    return lambda *args, num_ranks=None: run_python(str(program), *args, num_ranks=num_ranks)
 
 
 def ours(text: str) -> list[str]:

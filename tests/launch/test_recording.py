@@ -53,9 +53,7 @@ def ranks_with(events, name: str) -> dict[int, int]:
 
 
 def test_a_killed_rank_leaves_what_it_did(program, tmp_path):
-    done = run_python(
-        program(KILLED), num_ranks=2, env={"MPISGD_TIMELINE": str(tmp_path / "{rank}.json")}, preloaded=True
-    )
+    done = run_python(program(KILLED), num_ranks=2, env={"MPISGD_TIMELINE": str(tmp_path / "{rank}.json")})
     assert done.returncode not in (0, -signal.SIGKILL)
     for rank in range(2):
         assert ranks_with(read_events(tmp_path / f"{rank}.json"), "all_reduce") == {rank: 3}
@@ -63,7 +61,7 @@ def test_a_killed_rank_leaves_what_it_did(program, tmp_path):
 
 def test_horovods_variable_records_a_program_to_its_end(program, tmp_path):
     path = tmp_path / "hvd.json"
-    done = run_python(program(NEGOTIATED), num_ranks=2, env={"HOROVOD_TIMELINE": str(path)}, preloaded=True)
+    done = run_python(program(NEGOTIATED), num_ranks=2, env={"HOROVOD_TIMELINE": str(path)})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     events = json.loads(path.read_text())
     assert ranks_with(events, "NEGOTIATE_ALLREDUCE") == {0: 1, 1: 1}

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import ENVIRONMENT, mpirun, run_python
+from launcher import ENVIRONMENT, mpirun, python, run_python
 
 ENV = {**os.environ, **ENVIRONMENT}
 
@@ -148,7 +148,7 @@ def program(tmp_path) -> Path:
 def start_job(program: Path, mode: str, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "mpisgd", "run", "-n", "2", *options]
     return subprocess.Popen(
-        [*command, str(program), str(program.parent / "saved"), mode],
+        [*command, python(), str(program), str(program.parent / "saved"), mode],
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -18,7 +18,7 @@ OVERHEAD = 6 * MB  # staging memory of the group, buckets on their way, Python
     [pytest.param("Synchronous()", marks=pytest.mark.long), "Sharded(stage=1)", "Sharded(stage=2)"],
 )
 def test_a_rank_takes_what_was_predicted(strategy):
-    done = run_python(str(PROGRAM), strategy, num_ranks=2, env={"MPISGD_KEEP_MEMORY": "0"})
+    done = run_python(str(PROGRAM), strategy, num_ranks=2, env={"MPISGD_KEEP_MEMORY": "0"}, fresh=True)
     assert done.returncode == 0, done.stderr
     for line in map(json.loads, done.stdout.splitlines()):
         assert abs(line["seen"] - line["predicted"]) < OVERHEAD, line

@@ -53,7 +53,7 @@ def test_who_is_elsewhere_is_named_with_its_stack_and_in_the_end_the_job_ends(pr
 
 def test_a_process_that_is_stopped_is_named_by_the_others_and_the_job_ends(program):
     """They wait for it in the middle of their exchange."""
-    done = run_python(program, "stop", num_ranks=3, env=LIMITS, preloaded=True)
+    done = run_python(program, "stop", num_ranks=3, env=LIMITS)
     assert done.returncode != 0
     assert "went on" not in done.stdout
     first, *_, last = done.stderr.split("mpisgd: ")[1:]

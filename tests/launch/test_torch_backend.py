@@ -13,10 +13,10 @@ from launcher import run_python
 def start(tmp_path):
     """Run a program's text; warnings are errors there."""
 
-    def run(text: str, num_ranks: int | None = None, **env: str):
+    def run(text: str, num_ranks: int | None = None, fresh: bool = False, **env: str):
         program = tmp_path / "prog.py"
         program.write_text(textwrap.dedent(text))
-        return run_python("-W", "error", str(program), num_ranks=num_ranks, env=env)
+        return run_python("-W", "error", str(program), num_ranks=num_ranks, env=env, fresh=fresh)
 
     return run
 
@@ -34,7 +34,8 @@ def test_the_backend_is_known_where_ours_is_imported_before_torch(start):
         from mpisgd import ReduceOp
         import torch.distributed as dist
         print("mpisgd" in dist.Backend.backend_list)
-        """
+        """,
+        fresh=True,
     )
     assert said(done) == ["True"]
 
@@ -129,6 +130,7 @@ def test_alone_the_world_is_one_process(start):
         print(dist.get_rank(), dist.get_world_size(), model.module.bias.grad.item())
         dist.destroy_process_group()
         """,
+        fresh=True,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     assert said(done) == ["0 1 4.0"]

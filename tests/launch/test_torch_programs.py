@@ -26,7 +26,7 @@ TOLERANCE = 1e-12  # of losses of about 1; measured: 1e-14, the last digit that 
 def run(*names: str, num_ranks: int | None) -> list[str]:
     """What the programs print, one after the other in one job: starting torch takes longer than they do."""
     all_of_them = str(PROGRAMS / "all_of_them.py")
-    done = run_python("-W", "error", all_of_them, "mpisgd", *names, num_ranks=num_ranks, preloaded=True)
+    done = run_python("-W", "error", all_of_them, "mpisgd", *names, num_ranks=num_ranks)
     assert (done.returncode, done.stderr) == (0, "")
     return sorted(done.stdout.splitlines())
 

@@ -36,7 +36,7 @@ assert not unneeded, unneeded  # to import one of them takes longer than these r
 
 
 def train(*args, num_ranks=None):
-    return run_python(str(PROGRAM), *map(str, args), num_ranks=num_ranks, preloaded=True)
+    return run_python(str(PROGRAM), *map(str, args), num_ranks=num_ranks)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -51,7 +51,7 @@ def train_all(runs, num_ranks):
     """Make several runs in one job."""
     path = os.pathsep.join(filter(None, [str(PROGRAM.parent), os.environ.get("PYTHONPATH")]))
     args = json.dumps([[*map(str, run)] for run in runs])
-    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env={"PYTHONPATH": path}, preloaded=True)
+    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
 
 

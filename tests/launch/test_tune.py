@@ -18,7 +18,7 @@ SHORT = ("--budget", "1", "--passes", "1", "--max-size", "1KiB")
 def run(tmp_path, *args, num_ranks=2, **env):
     """Run with a cache folder of the test's own."""
     settings = {"XDG_CACHE_HOME": str(tmp_path), "MPISGD_PROFILE": "", **env}
-    return run_python(*args, num_ranks=num_ranks, env=settings, preloaded=True)
+    return run_python(*args, num_ranks=num_ranks, env=settings)
 
 
 def tune(tmp_path, *args, num_ranks=2, **env):

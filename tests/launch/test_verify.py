@@ -34,7 +34,6 @@ def test_under_mpirun_it_takes_these_ranks_and_prints_once():
         "--only",
         "LocalSGD(2)",
         num_ranks=2,
-        preloaded=True,
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("8 of 8 cells are as they must be") == 1

@@ -46,9 +46,7 @@ def job(tmp_path):
     ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "prog.py").write_text(START + text)
         settings = {"MPISGD_TIMEOUT_S": str(limit_s), "MPISGD_STALL_WARNING_S": "0", **env}
-        return run_python(
-            str(tmp_path / "prog.py"), num_ranks=num_ranks, options=options, env=settings, preloaded=True
-        )
+        return run_python(str(tmp_path / "prog.py"), num_ranks=num_ranks, options=options, env=settings)
 
     return run
 
@@ -291,7 +289,7 @@ mpisgd.barrier()
 @pytest.mark.parametrize("when", ["start", "end"])
 def test_the_start_of_the_job_and_the_end_of_mpi_have_the_limit_too(tmp_path, when):
     (tmp_path / "prog.py").write_text(GUARDED)
-    done = run_python(str(tmp_path / "prog.py"), when, num_ranks=2, preloaded=True)
+    done = run_python(str(tmp_path / "prog.py"), when, num_ranks=2)
     assert done.returncode != 0
     if when == "start":
         assert "rank 0 has been in mpisgd.init() for 2 s" in done.stderr
