@@ -76,6 +76,7 @@ def test_programs_with_losses_are_drawn_alike_read_back_and_printed():
         ([Broadcast(), Lose((0,))], "who sends"),
         ([Reload(), Commit(), Lose((0,))], "two commits"),
         ([Lose((0,), 7), Reload()], "may be lost in it"),
+        ([Lose((0,)), Reload(), Commit()], "may be lost in it"),
         ([AddGroup(0), Commit(), Commit(), Lose((0,))], "has this layer"),
     ],
 )

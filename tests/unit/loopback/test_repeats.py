@@ -33,7 +33,7 @@ SEEDS = range(50)
 
 @pytest.fixture
 def traces(monkeypatch) -> list[Trace]:
-    """What each scheduler that is made has chosen: who runs, when, and how many numbers were drawn by then."""
+    """What each scheduler has chosen: who runs, when, and how many numbers were drawn by then."""
     made: list[Trace] = []
     choose, make = SeededScheduler._choose, SeededScheduler.__init__
 

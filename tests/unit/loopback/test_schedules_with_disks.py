@@ -1,4 +1,4 @@
-"""Schedules that save and load checkpoints on disks that fail, and that these find what they are there for."""
+"""Schedules that save and load checkpoints on disks that fail, and what these must find."""
 
 from __future__ import annotations
 
