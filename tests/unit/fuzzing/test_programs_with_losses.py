@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from fuzzing.contract import violation
 from fuzzing.draw import draw
 from fuzzing.draw_losses import with_losses
-from fuzzing.lost_ranks import Resumption, without_losses
-from fuzzing.program import (
+from fuzzing.shrink import shrink
+
+from mpisgd.elastic import state, state_handlers
+from mpisgd.elastic.buddy_replicas import BuddyReplicas
+from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.verification.programs.contract import violation
+from mpisgd.verification.programs.lost_ranks import Resumption, without_losses
+from mpisgd.verification.programs.program import (
     AddGroup,
     Backward,
     Broadcast,
@@ -21,13 +26,8 @@ from fuzzing.program import (
     ZeroGrad,
     parse,
 )
-from fuzzing.python_text import python_text
-from fuzzing.shrink import shrink
-from fuzzing.threads_backend import ThreadsBackend
-
-from mpisgd.elastic import state, state_handlers
-from mpisgd.elastic.buddy_replicas import BuddyReplicas
-from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.verification.programs.python_text import python_text
+from mpisgd.verification.programs.threads_backend import ThreadsBackend
 
 FIRST_SEED, NUM_PROGRAMS = 1_000, 10
 
@@ -169,8 +169,8 @@ def test_without_a_fault_none_is_found():
 
 # -- what they have found ------------------------------------------------------------------------------------
 
-# Seed 15. A rank was lost while the others were in a step, in which the optimizer does not see its parameters:
-# it could not load the state of the commit.
+# Seed 15. A rank was lost while the others were in a step, in which an optimizer does not see its parameters:
+# the state of the commit could not be loaded.
 
 
 @pytest.mark.parametrize(
