@@ -191,6 +191,16 @@ def test_1_bit_optimizers_drop_gradients_where_the_ranks_change():
     assert run(each) == "ok"
 
 
+# Seeds 172 and 1008. Torch casts what it loads to the dtype of the parameter, such as a product that NAdam
+# computes in float32, which went on in another precision then.
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "mpisgd.Sharded()"}], ids=str)
+def test_a_restored_state_has_the_dtypes_of_the_commit(options):
+    events = (*STEP, Commit(), *STEP, Lose((1,)), *STEP)
+    assert run(program(*events, optimizer="NAdam", settings=(("lr", 0.01),), **options)) == "ok"
+
+
 # Seeds 138 and 166. A divided optimizer with a group of its own took the state of the commit before the reset
 # callback had given it a new group, and refused that group then.
 
