@@ -35,8 +35,8 @@ def run(
 
     Before the first call the state of rank 0 is broadcast and committed. After a loss the remaining ranks are
     renumbered in their order; the world group, fusion buffers and samplers are made again; the last commit
-    that all of them had finished is restored; reset callbacks run; and `func` is called again. Any other
-    exception of `func` ends the job.
+    that all of them had finished is restored, without gradients; reset callbacks run; and `func` is called
+    again. Any other exception of `func` ends the job.
 
     Args:
         func: takes a `State` first. The code between `init()` and `run` also runs in processes that replace

@@ -86,6 +86,11 @@ class _ModuleHandler(_StateDictHandler):
 
 
 class _OptimizerHandler(_StateDictHandler):
+    def restore(self, saved: Any) -> None:
+        own = copy_tree(saved)
+        self.value.load_state_dict(own)
+        undo_casts(self.value, own.get("state", {}))
+
     def reset(self) -> None:
         communicates = isinstance(self.value, DistributedOptimizer | CompressedMomentumOptimizer)
         if communicates and self.value.spans_job:

@@ -22,7 +22,7 @@ from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import InvalidArgument
+from mpisgd.errors import InvalidArgument, PeerLost
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions, check_options
 from mpisgd.gradients.sparse import empty_sparse
@@ -343,6 +343,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with owned_by(self._owner):
             try:
                 agree_on("add_param_group", named, training.group)
+            except (InvalidArgument, PeerLost):  # after a loss a commit is restored that knows nothing of it
+                self.param_groups.pop()
+                raise
+            try:
                 self._synchronizer.extend(named)
             except InvalidArgument:  # which is raised before anything has changed
                 self.param_groups.pop()

@@ -42,6 +42,8 @@ def _events(chance: random.Random, program: Program) -> tuple[Event, ...]:
     for place, event in enumerate((*program.events, None)):
         for _ in range(places.count(place)):
             events.append(_loss(chance, program))
+        if isinstance(event, NOT_UNDONE) and places.count(place):
+            events.append(Commit())  # where the others notice it
         if event is not None:
             events.append(event)
             if isinstance(event, NOT_UNDONE):

@@ -144,6 +144,11 @@ class RankDisk:
             if act is not None:
                 self._saved(act)
 
+    def close(self, group: int) -> None:
+        """Write nothing in a group any more."""
+        self.wait(group)
+        self._writers.pop(group, None)
+
     def wait_for_all(self) -> None:
         """Wait for what is being written in any group."""
         for group in self._writers:

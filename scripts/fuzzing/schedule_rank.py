@@ -114,7 +114,7 @@ class _Rank:
 
     def _close(self, act: Act, group: Any, members: tuple[int, ...]) -> None:
         if self._disk is not None:
-            self._disk.wait(act.group)
+            self._disk.close(act.group)
         close_group(group)
 
     def _value(self, act: Act, rank: int) -> float:

@@ -84,17 +84,19 @@ def _not_undone(program: Program) -> str:
     A rank that is lost right after a commit may have left others in the middle of it, who go back to the one
     before. One that is lost later may be lost anywhere.
     """
-    num_commits, may_be_lost = 2, False
+    num_commits, may_be_lost, is_noticed = 2, False, True
     for event in program.events:
         match event:
             case Commit():
                 num_commits += 1
+                is_noticed = True
             case Lose(waits=waits):
                 if num_commits < 2:
                     return f"{event}: two commits before it must be younger than what they cannot bring back"
                 may_be_lost |= waits > 0
+                is_noticed = False
             case _ if isinstance(event, NOT_UNDONE):
-                if may_be_lost:
+                if may_be_lost or not is_noticed:
                     return f"{event}: ranks may be lost in it"
                 num_commits = 0
     return ""

@@ -61,7 +61,7 @@ class ThreadsBackend:
         again = conclude_after_losses(program, outcomes, others)
         if again.is_fault:
             return again
-        text = differing(seen, others)
+        text = differing(seen, others) if verdict.kind == again.kind == "ok" else ""
         return Verdict("variant", text) if text else verdict
 
 

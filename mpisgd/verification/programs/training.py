@@ -220,8 +220,6 @@ class Training:
     def shrink(self, left: Collection[int]) -> None:
         """Go on without gradients, and with the losses of these ranks: the others were lost."""
         self.ranks = left
-        for optimizer, state in zip(self.optimizers, self.states(), strict=True):
-            optimizer.load_state_dict(state)  # torch casts some of it
         self.zero_grad(events.ZeroGrad())
         self.renew_scaler()
 
