@@ -11,7 +11,8 @@ from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, InvalidRank, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.device.stream_guard import StreamGuard
-from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
+from mpisgd.transport.messages.message_work import MessageWork
+from mpisgd.transport.messages.point_to_point import PointToPoint
 
 __all__ = ["irecv", "isend", "recv", "send"]
 

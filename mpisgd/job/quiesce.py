@@ -14,7 +14,7 @@ from mpisgd.errors import CollectiveTimeout, MpisgdError, afresh
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
-from mpisgd.transport.messages.point_to_point import InFlight
+from mpisgd.transport.messages.message_work import InFlight
 
 __all__ = ["end_operations"]
 

@@ -19,7 +19,7 @@ from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, PipelineFailed
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
-from mpisgd.transport.messages.point_to_point import MessageWork
+from mpisgd.transport.messages.message_work import MessageWork
 
 __all__ = ["FIRST_TAG", "PipelineMessages"]
 

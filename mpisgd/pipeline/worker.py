@@ -24,7 +24,7 @@ from mpisgd.pipeline.schedules.action import LOOK_AHEAD, Action, Kind
 from mpisgd.pipeline.schedules.shape import PipelineShape
 from mpisgd.pipeline.stage import Stage, gradient_of, with_gradients
 from mpisgd.tracing import Track
-from mpisgd.transport.messages.point_to_point import MessageWork
+from mpisgd.transport.messages.message_work import MessageWork
 
 __all__ = ["Recorded", "TensorSpec", "Tie", "Worker"]
 

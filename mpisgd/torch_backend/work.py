@@ -10,7 +10,7 @@ from torch.futures import Future
 from mpisgd.accelerator.futures import all_done
 from mpisgd.core.work import Work
 from mpisgd.torch_backend.compat import never_compiled
-from mpisgd.transport.messages.point_to_point import MessageWork
+from mpisgd.transport.messages.message_work import MessageWork
 
 __all__ = ["BackendWork"]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-for folder in (".", "mpi", "mpi/collectives", "mpi/horovod", "mpi/optim"):
+for folder in (".", "mpi", "mpi/collectives", "mpi/horovod", "mpi/optim", "mpi/pipeline"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 from gpu_under_test import DEVICE, IS_SIMULATED, gpu  # noqa: E402
@@ -114,6 +114,10 @@ def closing(group: mpisgd.Group) -> None:
     group.queue.on_mismatch = lambda: None
     if transport is not None:
         transport.close()
+    messages = group.point_to_point
+    elsewhere, messages.elsewhere = messages.elsewhere, None
+    if elsewhere is not None:
+        elsewhere.close()
 
 
 @pytest.fixture(params=["nccl", "staging"])

@@ -17,6 +17,7 @@ from mpisgd import ReduceOp
 from mpisgd.accelerator.runtime import runtime, set_runtime
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job
+from mpisgd.transport.device import selection
 from mpisgd.transport.device import transport as device_transport
 from mpisgd.transport.mpi.communicator import Communicator
 
@@ -111,7 +112,7 @@ def test_objects_and_barriers_know_nothing_of_devices(group):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("only", [{"shared": True}], indirect=True)
 def test_ranks_that_share_a_gpu_are_staged_with_one_warning(only, monkeypatch):
-    monkeypatch.setattr(device_transport, "_warned", False)
+    monkeypatch.setattr(selection, "_warned", False)
     monkeypatch.setattr(current_job(), "gpu", "auto")
     group = mpisgd.new_group()
     with warnings.catch_warnings(record=True) as seen:
@@ -223,7 +224,7 @@ def test_mpi_that_says_it_takes_gpu_addresses_and_does_not_is_found_out(simulate
 
     monkeypatch.setattr(device_transport, "is_cuda_aware", lambda: True)
     monkeypatch.setattr(Communicator, "broadcast", broadcast)
-    monkeypatch.setattr(device_transport, "_warned", False)
+    monkeypatch.setattr(selection, "_warned", False)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         group = opened("mpi")

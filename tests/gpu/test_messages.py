@@ -11,18 +11,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_under_test import DEVICE, gpu
+from gpu_checks.finding import FAILS, HOLDS
+from gpu_checks.gpu import Gpu
+from gpu_checks.messages import crossing
+from gpu_under_test import DEVICE, IS_SIMULATED, gpu
 from simulated_gpu.nccl import SimulatedNccl
+from stage_models import batch, make_stages, sgd
 from torch import Tensor
+from torch.nn.functional import mse_loss
 from verdicts import everyone, raises_everywhere, referee
 
 import mpisgd
 from mpisgd.errors import PeerLost
 from mpisgd.job.groups import close_group, open_group
 from mpisgd.job.lifecycle import current_job
+from mpisgd.pipeline import Pipeline
 from mpisgd.threads import waiting
 from mpisgd.transport.device import selection
 from mpisgd.transport.device.channel import Channel
+from mpisgd.transport.device.messages import DeviceMessages
 from mpisgd.transport.mpi.communicator import Communicator
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -38,7 +45,8 @@ def opened() -> Iterator[mpisgd.Group]:
     made = mpisgd.new_group()
     mpisgd.all_reduce(torch.ones(1, device=DEVICE), group=made)
     yield made
-    close_group(made)
+    if made in current_job().groups:
+        close_group(made)
 
 
 @pytest.fixture
@@ -300,6 +308,65 @@ def test_by_torch_distributed(expected_way, moved):
         dist.destroy_process_group()
 
 
+def test_a_pipeline_sends_by_nccl(expected_way, moved):
+    if expected_way != "nccl":
+        pytest.skip("there is no communicator")
+    count, outcomes = mpisgd.size(), {}
+    for place in ("cpu", DEVICE):
+        stages = [stage.to(place) for stage in make_stages(count)]
+        pipeline = Pipeline(stages, num_micro_batches=2, loss=mse_loss, optimizer=sgd, loss_on_all_ranks=True)
+        launched = moved["nccl"]
+        losses = []
+        for number in range(2):
+            inputs, targets = (tensor.to(place) for tensor in batch(number, 8, count))
+            losses.append(pipeline.step(inputs, targets))
+        outcomes[place] = losses
+        by_nccl = moved["nccl"] - launched
+        pipeline.close()
+    everyone(by_nccl >= 8, f"{by_nccl}")
+    everyone(
+        all(abs(a - b) < 1e-12 for a, b in zip(outcomes["cpu"], outcomes[DEVICE], strict=True)), f"{outcomes}"
+    )
+
+
+# -- the check of gpu_check ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    monkeypatch.setattr(Gpu, "_simulate", lambda self: None)  # tests/gpu has done that
+    return Gpu(simulated=IS_SIMULATED, quick=True)
+
+
+def finds(gpu: Gpu, verdict: str) -> None:
+    found = crossing(gpu)
+    everyone(any(referee().allgather(found.verdict == verdict)), f"{found}")
+    if verdict == HOLDS:
+        everyone(found.verdict == HOLDS, f"{found}")
+    gpu.synchronize()
+
+
+def test_the_check_holds(checked):
+    """By NCCL and through host memory."""
+    finds(checked, HOLDS)
+
+
+def test_the_check_fails_where_a_message_does_not_wait_for_its_tensor(group, checked, monkeypatch):
+    real = Channel._launch
+
+    def launch(self: Channel, transfer: Any) -> None:
+        transfer.ready = gpu.Stream().record_event()
+        real(self, transfer)
+
+    monkeypatch.setattr(Channel, "_launch", launch)
+    finds(checked, FAILS)
+
+
+def test_the_check_fails_where_messages_go_through_host_memory(group, checked, monkeypatch):
+    monkeypatch.setattr(DeviceMessages, "announces", lambda *given: False)
+    finds(checked, FAILS)
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------
 
 
@@ -388,17 +455,6 @@ def test_a_sender_that_stops_is_an_error_where_the_host_waits_for_the_gpu(short,
     fails(mpisgd.CollectiveTimeout, "for rank 1", short)
 
 
-def test_a_lost_sender_is_an_error_where_the_host_waits_for_the_gpu(idle_world, short, silent):
-    place = received_from_nobody(short)
-    timer = threading.Timer(0.3, lambda: waiting.cancel_all(PeerLost(LOST)))
-    timer.start()
-    is_woken(place, LIMIT_S)
-    timer.join()
-    referee().barrier()
-    waiting.allow_waits()
-    fails(PeerLost, LOST, short)
-
-
 def test_nobody_receives(short):
     """The host waits, with our limit."""
     with raises_everywhere(mpisgd.CollectiveTimeout) as caught:
@@ -407,3 +463,16 @@ def test_nobody_receives(short):
     place = room()
     mpisgd.recv(place, ring()[0], short)
     equal(place, given(ring()[0]))
+
+
+def test_a_lost_sender_is_an_error_where_the_host_waits_for_the_gpu(idle_world, short, silent, opened):
+    """The last test: it takes all groups that NCCL has connected."""
+    close_group(opened)
+    place = received_from_nobody(short)
+    timer = threading.Timer(0.3, lambda: waiting.cancel_all(PeerLost(LOST)))
+    timer.start()
+    is_woken(place, LIMIT_S)
+    timer.join()
+    referee().barrier()
+    waiting.allow_waits()
+    fails(PeerLost, LOST, short)

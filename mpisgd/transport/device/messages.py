@@ -28,7 +28,8 @@ from mpisgd.transport.device.channel import Channel, Route
 from mpisgd.transport.device.selection import NCCL, warn_of_host_memory
 from mpisgd.transport.device.transfer import Incoming, Outgoing
 from mpisgd.transport.messages.announcement import ANNOUNCEMENT_BYTES, Announcement
-from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
+from mpisgd.transport.messages.message_work import MessageWork
+from mpisgd.transport.messages.point_to_point import PointToPoint
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -111,12 +112,7 @@ class DeviceMessages:
         obstacle = self._obstacle(tensor)
         with self.lock:
             if announced.nbytes != transfer.nbytes:
-                names = self.communicator.global_ranks
-                text = (
-                    f"recv: rank {names[src]} sends {announced.nbytes} bytes of {announced.dtype}; the "
-                    f"tensor of rank {names[self.communicator.rank]} has {transfer.nbytes} "
-                    f"({list(tensor.shape)} of {dtype_name(tensor.dtype)}, tag {work.message.tag})"
-                )
+                text = self._other_size(work, announced, transfer)
                 transfer.error = ShapeMismatch(text)
                 self._tell(src, "refuse", announced.number, text)
             elif obstacle == "" and (channel := self._channel_to(tensor, announced, src)) is not None:
@@ -127,6 +123,14 @@ class DeviceMessages:
         if obstacle:
             warn_of_host_memory(obstacle)
         return transfer
+
+    def _other_size(self, work: MessageWork, announced: Announcement, transfer: Incoming) -> str:
+        names, tensor = self.communicator.global_ranks, transfer.tensor
+        return (
+            f"recv: rank {names[transfer.peer]} sends {announced.nbytes} bytes of {announced.dtype}; the "
+            f"tensor of rank {names[self.communicator.rank]} has {transfer.nbytes} ({list(tensor.shape)} of "
+            f"{dtype_name(tensor.dtype)}, tag {work.message.tag})"
+        )
 
     def _channel_to(self, tensor: Tensor, announced: Announcement, src: int) -> Channel | None:
         """Return what an announced message comes by; None where its ends cannot be connected."""

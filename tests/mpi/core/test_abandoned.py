@@ -15,7 +15,8 @@ from mpisgd.job.lifecycle import current_job
 from mpisgd.monitor.rank_state import Message
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.messages.link import Link
-from mpisgd.transport.messages.point_to_point import InFlight, MessageWork, PointToPoint
+from mpisgd.transport.messages.message_work import InFlight, MessageWork
+from mpisgd.transport.messages.point_to_point import PointToPoint
 from mpisgd.transport.mpi.communicator import free_abandoned
 
 NUMEL = 300_000  # more than MPI sends before the receiver has asked for it
