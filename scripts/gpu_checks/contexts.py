@@ -12,6 +12,7 @@ import mpisgd
 import mpisgd.horovod as hvd
 from gpu_checks.finding import Finding, LeftOut
 from gpu_checks.gpu import Gpu
+from mpisgd.job.groups import close_group
 
 __all__ = ["own_gpu_only"]
 
@@ -27,12 +28,13 @@ def own_gpu_only(gpu: Gpu) -> Finding:
     model(torch.ones(2, 4, device=gpu.kind)).sum().backward()
     optimizer.step()
     mpisgd.all_reduce(gpu.zeros(10), async_op=True).wait()
-    tensor = gpu.zeros(10)
+    tensor, group = gpu.zeros(10), mpisgd.new_group()  # which has a thread of its own from now on
     gpu.sleep()  # the callback is there before the operation is over
-    work = mpisgd.all_reduce(tensor, algorithm="mpi", async_op=True)
+    work = mpisgd.all_reduce(tensor, group=group, algorithm="mpi", async_op=True)
     made = work.get_future().then(lambda _: torch.ones(1, device=gpu.kind))
     work.wait()
     made.wait()
+    close_group(group)
     hvd.init()
     hvd.allreduce(gpu.zeros(10))
     hvd.shutdown()

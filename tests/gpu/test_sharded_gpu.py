@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_under_test import DEVICE, IS_SIMULATED
+from gpu_under_test import DEVICE
 from harness import FEATURES, Run, adam, batch, digest, let_some_travel_alone, mlp, pair, plain_step, share
-from test_optimizers import OPTIMIZERS, Bag
+from test_optimizers import OPTIMIZERS
 from test_shared_parameters import Branches, branched
 from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
@@ -120,10 +120,22 @@ def test_missing_gradients_and_frozen_parameters(device, stage, kind):
     )
 
 
+class Table(nn.Module):
+    """Sparse gradients and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(num, 2, sparse=True) for num in (10, 7))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        at = (inputs * 1e6).long()
+        first, second = (table(at % table.num_embeddings).mean(1) for table in self.tables)
+        return first * torch.tanh(second)
+
+
 @BY_NCCL
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own optimizers make such tensors
-@pytest.mark.skipif(IS_SIMULATED, reason="the simulated device has no sparse tensors")
 def test_sparse_gradients(device, stage):
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SparseAdam(model.parameters(), lr=0.02)
@@ -133,7 +145,7 @@ def test_sparse_gradients(device, stage):
         run.backward(step)
         run.opt.step()
 
-    check_same_bits(body, mpisgd.Sharded(stage), tol=1e-12, model=Bag, optimizer=optimizer)
+    check_same_bits(body, mpisgd.Sharded(stage), tol=1e-12, model=Table, optimizer=optimizer)
 
 
 @BY_NCCL

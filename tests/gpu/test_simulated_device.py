@@ -181,3 +181,59 @@ def test_shapes_that_depend_on_the_data_are_waited_for(simulated):
     assert torch.nonzero(x > 1).flatten().tolist() == [2, 3]
     assert torch.equal(x, x.clone())
     assert x[x > 1].tolist() == [2.0, 3.0]
+
+
+def test_memory_that_is_freed_while_memory_is_freed_is_handed_out_once(simulated, monkeypatch):
+    """Garbage is collected at any time, in the thread that has the allocator's lock."""
+    allocator, streams = simulated.device.allocator, simulated.device.streams
+    first, second, busy = (allocator.allocate(4444, streams.get(0, 0)) for _ in range(3))
+    real, garbage = streams.query, [second]
+    busy.users.add(streams.get(0, 1))
+
+    def query(event: object) -> bool:
+        if garbage:
+            allocator.free(garbage.pop())
+        return real(event)
+
+    monkeypatch.setattr(streams, "query", query)
+    allocator.free(first)
+    allocator.free(busy)  # whose users are asked
+    assert not garbage
+    taken = [allocator.allocate(4444, streams.get(0, 0)) for _ in range(5)]
+    assert len({block.address for block in taken}) == 5
+    for block in taken:
+        allocator.free(block)
+
+
+def test_training_with_sparse_gradients_equals_the_cpu(simulated):
+    torch.manual_seed(3)
+    tables = [nn.Embedding(7, 4, sparse=True), nn.Embedding(7, 4, sparse=True).to(DEVICE)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            words = torch.tensor([1, 2, 2, 3 + step], device=table.weight.device)
+            table(words).square().sum().backward()
+            assert table.weight.grad.is_sparse
+            optimizer.step()
+    mine, theirs = (table.weight.grad.coalesce() for table in tables)
+    assert theirs.device.type == DEVICE
+    assert theirs.indices().tolist() == mine.indices().tolist()
+    torch.testing.assert_close(tables[1].weight.cpu(), tables[0].weight)
+
+
+def test_parts_of_a_sparse_tensor_stay_late_until_somebody_looks_at_them(simulated, side):
+    values = late(side, 2.0)
+    at = torch.arange(5, device=DEVICE).unsqueeze(0)
+    made = torch.sparse_coo_tensor(at, values, (5,), check_invariants=False)
+    assert not side.query()
+    assert made.to_dense().tolist() == [0.0] * 5  # the default stream does not wait for that one
+    side.synchronize()
+    assert made.to_dense().tolist() == [2.0] * 5
+
+
+def test_what_the_device_has_not_is_refused_by_its_name(simulated):
+    bag = nn.EmbeddingBag(7, 3).to(DEVICE)
+    with pytest.raises(NotImplementedError, match="no EmbeddingBag"):
+        bag(torch.zeros(2, 2, dtype=torch.int64, device=DEVICE))

@@ -9,6 +9,7 @@ torch's own C++ (futures, autograd, `torch.Stream`, `torch.Event`) sees a device
     allocator.py   the caching allocators
     memory.py      tensors over given memory
     kernels.py     the operations
+    sparse.py      those of sparse tensors
     device.py      all of it, and `torch.simgpu`; `install()` is for the whole process and cannot be undone
     nccl.py        NCCL
     meeting.py     what carries its data where ranks are threads of one process

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from simulated_gpu.device import Device
 from simulated_gpu.memory import host_alias
+from simulated_gpu.sparse import SparseKernels
 
 __all__ = ["register"]
 
@@ -30,6 +31,8 @@ SHAPED = {
         mean.new_empty(values.size(1)),
     )
 }
+# torch's "meta" knows CUDA's results; the CPU's kernel returns others, and its backward needs them.
+REFUSED = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 
 
 class Kernels:
@@ -43,6 +46,8 @@ class Kernels:
 
     def fallback(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Launch an operation that has no method below."""
+        if op in REFUSED:
+            raise NotImplementedError(f"{op} on the simulated device, which has no EmbeddingBag")
         schema = op._schema
         if any(result.alias_info and not result.alias_info.is_write for result in schema.returns):
             return op._op_dk(CPU_KERNEL, *args, **kwargs)  # a view: the same memory
@@ -294,6 +299,10 @@ def register(device: Device) -> list[Any]:
     kernels = Kernels(device)
     every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(kernels.fallback, "PrivateUse1")
+    sparse = SparseKernels(device)
+    every.fallback(sparse.fallback, "SparsePrivateUse1")
+    for name, function in sparse.named():
+        own.impl(name, function, "SparsePrivateUse1")
     for name, function in {
         "empty.memory_format": kernels.empty,
         "empty_strided": kernels.empty_strided,

@@ -173,7 +173,7 @@ class Streams:
             time.sleep(POLL_S)
         if event.stream is not None and event.stream.error is not None:
             error, event.stream.error = event.stream.error, None
-            raise RuntimeError("a kernel of the simulated GPU failed") from error
+            raise RuntimeError(f"a kernel of the simulated GPU failed: {error!r}") from error
 
     def synchronize_device(self, device: int) -> None:
         with self.lock:
