@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive
 from mpisgd.collectives.objects import broadcast_object
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import Choosing, Compressor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
@@ -26,7 +26,6 @@ from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions,
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.methods.adasum.adasum import AdaptiveSum
-from mpisgd.methods.auto.auto import Auto
 from mpisgd.methods.auto.compression_choice import with_chosen_compression
 from mpisgd.methods.strategy.buffers import Buffers
 from mpisgd.methods.strategy.goes_with import check_goes_with
@@ -185,7 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     owner=self._owner,
                 )
             self.strategy = strategy
-            self._chooses_compression = isinstance(training.options.compression, Auto)
+            self._chooses_compression = isinstance(training.options.compression, Choosing)
         except BaseException:
             optimizer.__class__ = wrapped_class(type(optimizer))
             raise
