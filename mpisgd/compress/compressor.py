@@ -24,6 +24,7 @@ __all__ = [
     "BucketLayout",
     "BucketReducer",
     "Casting",
+    "Choosing",
     "Codec",
     "Compressor",
     "Contraction",
@@ -170,6 +171,19 @@ class Casting(Protocol):
 
 
 @runtime_checkable
+class Choosing(Protocol):
+    """The role of a compressor that only measures others; one of them takes its place."""
+
+    @property
+    def candidates(self) -> Sequence["Compressor"]:
+        """Those, of which the first changes gradients least."""
+
+    @property
+    def max_time_ratio(self) -> float:
+        """How much of the time of those before it a candidate takes at most, to be preferred."""
+
+
+@runtime_checkable
 class Contraction(Protocol):
     """The role of a compressor with a codec C such that E |x - C(x)|^2 < |x|^2, as gossip needs it."""
 
@@ -184,7 +198,7 @@ class Contraction(Protocol):
 class Compressor(abc.ABC):
     """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on.
 
-    What it can beside, it offers as a role: `Casting` or `Contraction`.
+    What it can beside, it offers as a role: `Casting`, `Contraction` or `Choosing`.
     """
 
     @classmethod

@@ -154,9 +154,11 @@ class Paper(Generic[S]):
 
     Attributes:
         leaves_frozen: whether x lacks parameters that are frozen now; they stay as they are.
+        depends_on: folders of other papers, to be read with this one.
     """
 
     leaves_frozen: ClassVar[bool] = False
+    depends_on: ClassVar[tuple[str, ...]] = ()
 
     def start(self, x: dict[int, Vec], w: World) -> S:
         """Return what is kept before the first step."""

@@ -7,8 +7,6 @@ by the time it runs, `backward()` has returned with the gradients reduced.
 
 import contextlib
 import copyreg
-import difflib
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive
 from mpisgd.collectives.objects import broadcast_object
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import Choosing, Compressor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
@@ -28,10 +26,9 @@ from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions,
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.methods.adasum.adasum import AdaptiveSum
-from mpisgd.methods.auto.auto import Auto
 from mpisgd.methods.auto.compression_choice import with_chosen_compression
 from mpisgd.methods.strategy.buffers import Buffers
-from mpisgd.methods.strategy.goes_with import averages_by_itself, check_goes_with
+from mpisgd.methods.strategy.goes_with import check_goes_with
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
@@ -39,7 +36,8 @@ from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.broadcast import lay_out_state
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
-from mpisgd.optim.step_hooks import register_step_hooks, step_noting_depth
+from mpisgd.optim.step_hooks import register_step_hooks
+from mpisgd.optim.wrapped_class import signature_of, turned_into, wrapped_class
 from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
 
@@ -47,7 +45,6 @@ __all__ = [
     "DistributedOptimizer",
     "StepArguments",
     "wrap_closure",
-    "wrapped_class",
 ]
 
 
@@ -119,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def __new__(cls, optimizer, *args, **options):
             """Turn `optimizer` itself into an instance of this class and of its own."""
-            return _turned_into(cls, optimizer, args, options)
+            return turned_into(cls, optimizer, args, options)
 
     def __init__(
         self,
@@ -187,7 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     owner=self._owner,
                 )
             self.strategy = strategy
-            self._chooses_compression = isinstance(training.options.compression, Auto)
+            self._chooses_compression = isinstance(training.options.compression, Choosing)
         except BaseException:
             optimizer.__class__ = wrapped_class(type(optimizer))
             raise
@@ -420,64 +417,7 @@ def _new_owner(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tens
     return new_owner(group.num_owners, OPTIMIZER, type_name, names)
 
 
-_classes: dict[type, type[torch.optim.Optimizer]] = {}
-
-
-def _distributed(wrapped: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the class of a distributed `wrapped`."""
-    if wrapped not in _classes:
-        body = {"__doc__": wrapped.__doc__, "__module__": wrapped.__module__, **step_noting_depth(wrapped)}
-        _classes[wrapped] = type(f"Distributed{wrapped.__name__}", (DistributedOptimizer, wrapped), body)
-    return _classes[wrapped]
-
-
-def wrapped_class(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the class that `distributed` was made from."""
-    wrapped: type[torch.optim.Optimizer] = distributed.__bases__[1]
-    return wrapped
-
-
-def _turned_into(
-    cls: type[DistributedOptimizer],
-    optimizer: torch.optim.Optimizer,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-) -> torch.optim.Optimizer:
-    """Return `optimizer` itself, turned into an instance of `cls` and of its own class."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise InvalidArgument(f"DistributedOptimizer: optimizer is a {kind}; expected a torch optimizer")
-    if isinstance(optimizer, DistributedOptimizer):
-        raise InvalidArgument("DistributedOptimizer: this optimizer is distributed already")
-    if averages_by_itself(optimizer):
-        raise InvalidArgument(
-            f"DistributedOptimizer: {type(optimizer).__name__} averages by itself, over the group it was "
-            "made for; use it as it is"
-        )
-    # Python calls __init__ next, which can undo this, but is never entered with arguments it has not.
-    _check_arguments(inspect.signature(cls.__init__), (optimizer, optimizer, *args), options)
-    optimizer.__class__ = _distributed(type(optimizer))
-    return optimizer
-
-
-def _check_arguments(signature: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Raise TypeError where arguments do not fit, as Python does; an option that is misspelt is corrected."""
-    for name in options:
-        if name not in signature.parameters:
-            close = difflib.get_close_matches(name, signature.parameters, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument {name!r}{hint}")
-    signature.bind(*args, **options)
-
-
-def _signature() -> inspect.Signature:
-    """Return what help() shows: __new__ takes whatever __init__ does."""
-    signature = inspect.signature(DistributedOptimizer.__init__)
-    _, *parameters = signature.parameters.values()
-    return signature.replace(parameters=parameters, return_annotation=DistributedOptimizer)
-
-
-DistributedOptimizer.__signature__ = _signature()  # type: ignore[attr-defined]
+DistributedOptimizer.__signature__ = signature_of(DistributedOptimizer)  # type: ignore[attr-defined]
 
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -24,7 +24,8 @@ from mpisgd.methods.sharded.sharded import Sharded
 from mpisgd.methods.sizes import parameter, sizes_of
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.synchronous.synchronous import Synchronous
-from mpisgd.optim.distributed import DistributedOptimizer, wrapped_class
+from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.optim.wrapped_class import wrapped_class
 from mpisgd.sharding.elementwise import KNOWN, is_known_step
 
 __all__ = ["MemoryEstimate", "MemoryEstimates", "OptimizerLike", "estimate_memory", "state_bytes"]

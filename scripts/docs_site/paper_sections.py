@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import mpisgd
@@ -10,14 +11,6 @@ __all__ = ["PAPERS", "section_of"]
 
 METHODS = Path(mpisgd.__file__).parent / "methods"
 KIT = "[paper_kit](../../../mpisgd/methods/paper_kit.py)"
-
-# Papers beside those in a method's own folder.
-ALSO = {
-    "mpisgd.DiLoCo": ("slow_mo",),
-    "mpisgd.OneBitAdam": ("two_step",),
-    "mpisgd.ParameterServer": ("hogwild",),
-    "mpisgd.compress.OneBit": ("two_step",),
-}
 
 
 def papers() -> dict[str, tuple[str, ...]]:
@@ -32,8 +25,16 @@ def papers() -> dict[str, tuple[str, ...]]:
             own = sorted(str(paper.parent.relative_to(METHODS)) for paper in folder.rglob("paper.py"))
             public = f"{package.__name__}.{name}"
             if own:
-                found[public] = (*own, *ALSO.get(public, ()))
+                found[public] = tuple(
+                    dict.fromkeys([*own, *(other for each in own for other in _others(each))])
+                )
     return found
+
+
+def _others(folder: str) -> list[str]:
+    """The folders of papers that the one in a folder depends on."""
+    module = import_module(f"mpisgd.methods.{folder.replace('/', '.')}.paper")
+    return [other for each in vars(module).values() for other in getattr(each, "depends_on", ())]
 
 
 PAPERS = papers()

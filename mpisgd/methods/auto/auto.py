@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpisgd.arguments import check_ratio, shown
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Choosing, Compressor, Traits
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.per_host.per_host import PerHost
@@ -71,4 +71,4 @@ class Auto(Compressor):
 
 
 def _is_candidate(given: object) -> bool:
-    return isinstance(given, Compressor) and not isinstance(given, Auto)
+    return isinstance(given, Compressor) and not isinstance(given, Choosing)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import Choosing, Compressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp, UnsupportedTensor
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer
-from mpisgd.methods.auto.auto import Auto
 from mpisgd.standard_error import print_to_user
 from mpisgd.threads.scheduling import now_s
 
@@ -99,7 +98,7 @@ class Trial:
 
 
 def choose_compression(
-    auto: Auto, params: Sequence[Tensor], group: Group, options: ReductionOptions
+    auto: Choosing, params: Sequence[Tensor], group: Group, options: ReductionOptions
 ) -> Choice:
     """Return the first candidate, unless a later one clearly pays. Collective, and alike on all ranks.
 
@@ -130,11 +129,11 @@ def choose_compression(
 def with_chosen_compression(
     params: Sequence[Tensor], group: Group, options: ReductionOptions
 ) -> ReductionOptions:
-    """Return the options with a candidate in place of `Auto`, and let one rank print why. Collective.
+    """Return the options with a candidate in place of what chooses, and let one rank print why. Collective.
 
     Others are returned as they are.
     """
-    if not isinstance(options.compression, Auto):
+    if not isinstance(options.compression, Choosing):
         return options
     choice = choose_compression(options.compression, params, group, options)
     if group.rank == 0 and choice.seconds:

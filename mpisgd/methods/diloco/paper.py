@@ -33,6 +33,8 @@ class State:
 class DiLoCo(Paper[State]):
     """Fragments are the names of their parameters; by default there is one, of all."""
 
+    depends_on = ("slow_mo",)
+
     H: int
     lr: float = 0.7
     mu: float = 0.9

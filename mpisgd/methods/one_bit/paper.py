@@ -17,6 +17,8 @@ __all__ = ["OneBit"]
 class OneBit(Compressor):
     """Has the residual of error feedback."""
 
+    depends_on = ("two_step",)
+
     def C(self, v: Vec, w: World, draw: Draws) -> Vec:
         """See `Compressor`."""
         return v.each(signs)

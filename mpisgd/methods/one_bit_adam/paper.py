@@ -33,6 +33,8 @@ class State:
 class OneBitAdam(Paper[State]):
     """Updates by itself. The gradients that the ranks have stay their own until then."""
 
+    depends_on = ("two_step",)
+
     T: int
     lr: Callable[[int], float]
     b1: float = 0.9

@@ -45,6 +45,8 @@ class State:
 class OneBitLamb(Paper[State]):
     """Updates by itself."""
 
+    depends_on = ("two_step",)
+
     T: int
     lr: Callable[[int], float]
     b1: float = 0.9

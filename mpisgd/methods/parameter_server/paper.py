@@ -34,6 +34,8 @@ class State:
 class ParameterServer(Paper[State]):
     """The servers have one optimizer, that of the first rank."""
 
+    depends_on = ("hogwild",)
+
     share: float = 1.0
     lr: float = 0.0
     bound: float = float("inf")

@@ -41,6 +41,8 @@ class State:
 class ZeroOneAdam(Paper[State]):
     """Updates by itself."""
 
+    depends_on = ("two_step",)
+
     T_v: Container[int]
     T_u: Container[int]
     lr: Callable[[int], float]
