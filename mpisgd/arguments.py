@@ -26,8 +26,10 @@ __all__ = [
     "check_timeout",
     "has_state_dict",
     "printable",
+    "ranks_by_text",
     "ranks_text",
     "shown",
+    "texts_with_ranks",
 ]
 
 MAX_RANKS = 12  # that a message lists
@@ -48,6 +50,20 @@ def ranks_text(ranks: Iterable[int]) -> str:
     listed = sorted(ranks)
     more = f" and {len(listed) - MAX_RANKS} more" if len(listed) > MAX_RANKS else ""
     return f"rank{'s' * (len(listed) != 1)} {', '.join(map(str, listed[:MAX_RANKS]))}{more}"
+
+
+def ranks_by_text(ranks: Iterable[int], texts: Iterable[str | None]) -> dict[str, list[int]]:
+    """Return which ranks have each text, of one text for each rank; None is none."""
+    found: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        if text is not None:
+            found.setdefault(text, []).append(rank)
+    return found
+
+
+def texts_with_ranks(ranks: Iterable[int], texts: Iterable[str | None]) -> str:
+    """Return `rank 3: this; ranks 0, 2: that`, of one text for each rank; "" where there is none."""
+    return "; ".join(f"{ranks_text(of)}: {text}" for text, of in ranks_by_text(ranks, texts).items())
 
 
 def as_index(value: Any) -> int:

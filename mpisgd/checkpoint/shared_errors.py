@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from mpisgd.arguments import texts_with_ranks
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError
@@ -58,10 +59,6 @@ def agree(group: Group, operation: Operation, problem: str | None, kind: type[Ch
 
 def merge_problems(group: Group, problems: list[str | None]) -> str:
     """Return the problems in one text, with their ranks unless all have the same one; "" for none."""
-    ranks: dict[str, list[int]] = {}
-    for rank, problem in zip(group.ranks, problems, strict=True):
-        if problem is not None:
-            ranks.setdefault(problem, []).append(rank)
-    if len(ranks) == 1 and len(next(iter(ranks.values()))) == group.size:
-        return next(iter(ranks))
-    return "; ".join(f"rank {', '.join(map(str, whose))}: {problem}" for problem, whose in ranks.items())
+    if problems[0] is not None and problems.count(problems[0]) == group.size:
+        return problems[0]
+    return texts_with_ranks(group.ranks, problems)

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpisgd.accelerator.runtime import runtime
-from mpisgd.arguments import check_callable, check_flag, ranks_text, shown
-from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.arguments import check_callable, check_flag, ranks_by_text, ranks_text, shown
 from mpisgd.collectives.coalesced import broadcast_coalesced
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
@@ -219,9 +217,7 @@ def _with_skips(shape: PipelineShape, skips: Skips) -> PipelineShape:
 
 
 def _check_alike(summaries: Sequence[str], group: Group) -> None:
-    by_text: dict[str, list[int]] = {}
-    for rank, text in zip(group.ranks, summaries, strict=True):
-        by_text.setdefault(text, []).append(rank)
+    by_text = ranks_by_text(group.ranks, summaries)
     if len(by_text) > 1:
         lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in by_text.items()]
         raise CollectiveMismatch("\n".join(["pipeline: the ranks have given different arguments:", *lines]))

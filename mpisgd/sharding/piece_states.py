@@ -1,7 +1,8 @@
 """The optimizer state of divided parameters: each rank has that of its pieces, a checkpoint has all."""
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -193,6 +194,30 @@ class PieceStates:
                 self.state[piece.tensor] = self.parameters.placed(piece, entries)
         self.parameters.pieces = pieces
         self.state.update(others or {})
+
+    def wholes_in(self, state: Mapping[Any, Any]) -> dict[int, Entries]:
+        """Return what an optimizer has as the states of parameters, by the places of these."""
+        return {index: state[param] for index, param in enumerate(self.params) if param in state}
+
+    def take_over(self, state: MutableMapping[Any, Any]) -> None:
+        """Take this rank's part of a state that is whole, and leave the optimizer none.
+
+        Errors of the store are held: other ranks may have taken their parts already.
+        """
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        with self.state.held_errors():
+            self.cut(self.wholes_in(state), others)
+        state.clear()
+
+    @contextlib.contextmanager
+    def shown_in(self, state: MutableMapping[Any, Any], wholes: Mapping[int, Entries]) -> Iterator[None]:
+        """Let the optimizer have these states of parameters, and what else is kept, inside."""
+        state.update({self.params[index]: whole for index, whole in wholes.items()})
+        state.update(self.others)
+        try:
+            yield
+        finally:
+            state.clear()
 
     def place(self, state: dict[Any, Any]) -> None:
         """Bring the state of parameters, where these are the pieces, to where they lie."""

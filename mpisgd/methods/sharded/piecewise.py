@@ -254,21 +254,10 @@ class Piecewise(Replicated, abc.ABC):
     # -- the state ----------------------------------------------------------------------------------
 
     def _take_over_state(self) -> None:
-        """Take this rank's part of a state that is whole: other ranks may have theirs already."""
-        if not self.has_whole_state or not self._holds_state:
-            return
-        state = self.training.optimizer.state
-        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        with self._states.state.held_errors():
-            self._states.cut(self._wholes, others)
-        state.clear()
-        self.has_whole_state = False
-
-    @property
-    def _wholes(self) -> dict[int, Any]:
-        """What the optimizer has as the states of parameters, by the places of these."""
-        state = self.training.optimizer.state
-        return {i: state[param] for i, param in enumerate(self._states.params) if param in state}
+        """Take this rank's part of a state that is whole."""
+        if self.has_whole_state and self._holds_state:
+            self._states.take_over(self.training.optimizer.state)
+            self.has_whole_state = False
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all parameters, of which each rank has its pieces. Collective.
@@ -278,17 +267,13 @@ class Piecewise(Replicated, abc.ABC):
         self._show_all()
         RefreshMasters()(self._parameters.pieces)
         state = self.training.optimizer.state
-        wholes = self._states.gather(self._wholes if self.has_whole_state else None)
+        wholes = self._states.gather(self._states.wholes_in(state) if self.has_whole_state else None)
         if self.has_whole_state:
             return super().state_dict(make)
-        state.update(
-            {p: wholes[i] for i, p in enumerate(self._states.params) if _says_more(wholes.get(i), p)}
-        )
-        state.update(self._states.others)
-        try:
+        params = self._states.params
+        wholes = {index: whole for index, whole in wholes.items() if _says_more(whole, params[index])}
+        with self._states.shown_in(state, wholes):
             return super().state_dict(make)
-        finally:
-            state.clear()
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
@@ -355,7 +340,7 @@ def _values(grads: Sequence[Tensor]) -> list[Tensor]:
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
-def _says_more(entries: Mapping[str, Any] | None, param: Tensor) -> bool:
+def _says_more(entries: Mapping[str, Any], param: Tensor) -> bool:
     """Return whether the state of a parameter says more than the parameter does."""
     if not entries or set(entries) != {MASTER}:
         return bool(entries)

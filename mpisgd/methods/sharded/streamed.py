@@ -158,34 +158,19 @@ class StreamedSynchronizer(Synchronizer):
 
     def _take_over_state(self) -> None:
         """Take this rank's part of a state that is whole."""
-        if not self.has_whole_state:
-            return
-        state = self.training.optimizer.state
-        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        with self._states.state.held_errors():  # other ranks may have taken theirs already
-            self._states.cut(self._wholes, others)
-        state.clear()
-        self.has_whole_state = False
-
-    @property
-    def _wholes(self) -> dict[int, Any]:
-        """What the optimizer has as the states of parameters, by the places of these."""
-        state = self.training.optimizer.state
-        return {i: state[param] for i, param in enumerate(self._states.params) if param in state}
+        if self.has_whole_state:
+            self._states.take_over(self.training.optimizer.state)
+            self.has_whole_state = False
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all parameters, of which each rank has its pieces. Collective."""
         self._show_all()
-        wholes = self._states.gather(self._wholes if self.has_whole_state else None)
+        state = self.training.optimizer.state
+        wholes = self._states.gather(self._states.wholes_in(state) if self.has_whole_state else None)
         if self.has_whole_state:
             return make()
-        state = self.training.optimizer.state
-        state.update({self._states.params[index]: wholes[index] for index in wholes})
-        state.update(self._states.others)
-        try:
+        with self._states.shown_in(state, wholes):
             return make()
-        finally:
-            state.clear()
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mpisgd.arguments import ranks_text
+from mpisgd.arguments import texts_with_ranks
 from mpisgd.compress.compressor import Casting, Compressor
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import OutOfSync
@@ -93,10 +93,7 @@ class StateKeeper:
             self._begun.clear()
 
     def _report(self, name: str, values: list[Any]) -> str:
-        ranks: dict[str, list[int]] = {}
-        for rank, value in zip(self._of.training.group.ranks, values, strict=True):
-            ranks.setdefault(str(value), []).append(rank)
-        held = "; ".join(f"{ranks_text(whose)}: {value}" for value, whose in ranks.items())
+        held = texts_with_ranks(self._of.training.group.ranks, map(str, values))
         return (
             f"DistributedOptimizer: the ranks go on from different states of {self._of.method}: {name} is "
             f"{held}; load states of the same step on all ranks, or call mpisgd.broadcast_optimizer_state("

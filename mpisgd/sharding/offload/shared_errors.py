@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from mpisgd.arguments import ranks_text
+from mpisgd.arguments import texts_with_ranks
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import MpisgdError, OffloadError
@@ -37,19 +37,11 @@ def raised_on_every_rank(group: Group) -> Iterator[None]:
         raise
     if mine is not None and not isinstance(mine, OffloadError):
         raise mine
-    if any(text is not None for text in texts):
-        raise OffloadError(_together(group, texts)) from mine
+    if text := texts_with_ranks(group.ranks, texts):
+        raise OffloadError(text) from mine
 
 
 def _text_of(error: Exception | None) -> str | None:
     if error is None or isinstance(error, OffloadError):
         return None if error is None else str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _together(group: Group, texts: list[str | None]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, text in zip(group.ranks, texts, strict=True):
-        if text is not None:
-            ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"{ranks_text(whose)}: {text}" for text, whose in ranks.items())
