@@ -1,4 +1,4 @@
-"""`--threads N`: a test of tests/mpi or tests/gpu on N ranks that are threads of this process, without mpirun.
+"""`--threads N`: a test of tests/mpi or tests/gpu on N ranks that are threads of this process.
 
 The body of each test runs on every rank, under a schedule that its name and `--threads-seed` draw. Fixtures
 are made once, so they must not ask for this rank; one that does returns a `PerRank`.
