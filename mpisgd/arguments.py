@@ -1,6 +1,5 @@
 """Checks of the arguments of public functions, before anything is sent."""
 
-import math
 import operator
 import os
 import reprlib
@@ -112,7 +111,8 @@ def check_objects(name: str, what: str, value: Any, count: int, *, output: bool 
 
 def check_positive(name: str, what: str, value: Any, *, whole: bool = False) -> None:
     """Raise InvalidArgument unless `value` is a positive number, `whole`: an integer."""
-    number = isinstance(value, int if whole else (int, float)) and not math.isnan(value) and value > 0
+    number = isinstance(value, int if whole else (int, float)) and value > 0
+    number = number and (isinstance(value, float) or value <= sys.float_info.max)
     if not number:
         expected = "a positive integer" if whole else "a positive number"
         raise InvalidArgument(f"{name}: {what}={shown(value)}; expected {expected}")

@@ -43,6 +43,15 @@ METHODS = (
     "ElasticAveraging(every=4)",
     "Gossip('ring')",
 )
+# Of the second kind of portions, which no page has figures of yet.
+MORE_METHODS = (
+    "Sharded(stage=1)",
+    "Sharded(stage=2)",
+    "ParameterServer('sync')",
+    "Synchronous + TopK(ratio=0.01)",
+    "Synchronous + OneBit(two_step=True)",
+)
+KINDS = {"usual": METHODS, "more": MORE_METHODS}
 PERIOD = 4  # of the methods above that have one; of others a block is two steps
 MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
 TEXT = "gpt"  # in layouts of tensor and pipeline parallelism; see plan_layouts.py
@@ -55,7 +64,16 @@ PORTIONS = [
     *itertools.product(("2,2",), ("500mbit", "1gbit")),
     ("2,2,2,2", "1gbit"),
 ]
+THREE_HOSTS = [("1,1,1", "500mbit"), ("1,1,1", "1gbit")]
+MORE_PORTIONS = [("1,1", "1gbit"), ("2,2", "1gbit"), *THREE_HOSTS]
 TEXT_PORTIONS = [("2", "none"), ("1,1", "1gbit")]
+FOUR_RANKS = [("4", "none"), ("1,1,1,1", "1gbit"), ("2,2", "1gbit")]  # on which there are tp with pp
+# Hosts, rate, models, kind of methods, end of the file name: each is a job, and has a file when it is done.
+ALL_PORTIONS = [
+    *((*portion, ",".join(MODELS), "usual", "") for portion in [*PORTIONS, *THREE_HOSTS]),
+    *((*portion, ",".join(MODELS), "more", "-more") for portion in MORE_PORTIONS),
+    *((*portion, TEXT, "usual", f"-{TEXT}") for portion in [*TEXT_PORTIONS, *FOUR_RANKS]),
+]
 ROUNDS = 40
 CALIBRATION = 7  # of how inputs are measured; portions of another one do not belong beside each other
 LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "170"))  # of a portion
@@ -86,7 +104,7 @@ def sent_bytes() -> int:
 class Contest:
     """The methods on one model, timed in turns."""
 
-    def __init__(self, model: str, cluster: Any) -> None:
+    def __init__(self, model: str, cluster: Any, kind: str) -> None:
         from plan_layouts import DIVIDED, ONE_EXAMPLE, text_trainings
 
         from mpisgd.plan.methods import planned_methods
@@ -96,11 +114,11 @@ class Contest:
         self.recorder = StepRecorder(10**9, lambda: None)
         self.seconds: dict[str, list[float]] = {}
         self.sent: dict[str, float] = {}
-        self.alone, self.trainings = text_trainings() if model == TEXT else self._trainings()
+        self.alone, self.trainings = text_trainings() if model == TEXT else self._trainings(KINDS[kind])
         own = {"none", ONE_EXAMPLE, DIVIDED}
         self.methods = planned_methods(";".join(name for name in self.trainings if name not in own))
 
-    def _trainings(self) -> tuple[Any, dict[str, Any]]:
+    def _trainings(self, methods: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         """A rank's own training, and those of all ranks by the method's name. Collective."""
         import mpisgd
         from mpisgd.bench.training import StepTask, Training
@@ -108,7 +126,7 @@ class Contest:
 
         task = StepTask(self.model, MODELS[self.model], mpisgd.size(), optimizer="momentum")
         trainings = {}
-        for method in planned_methods(";".join(METHODS)):
+        for method in planned_methods(";".join(methods)):
             if not self._makes_sense(method.name):
                 continue
             trainings[method.name] = training = Training(task, mpisgd.rank())
@@ -199,7 +217,7 @@ class Contest:
 
 
 @app.command()
-def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
+def rank(rate: str, out: Path, models: str = ",".join(MODELS), kind: str = "usual") -> None:
     """What each rank of a portion does."""
     import mpisgd
 
@@ -213,7 +231,7 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     for number, model in enumerate(wanted):
         share = (deadline - time.perf_counter()) / (len(wanted) - number)
         begun = time.perf_counter()
-        contest = Contest(model, cluster)
+        contest = Contest(model, cluster, kind)
         contest.run(begun + share)
         profile = contest.profile()
         seconds = compressors_seconds(contest.methods, cluster, profile)
@@ -269,9 +287,9 @@ def rank_inputs(part: Path, compressors: bool = True) -> None:
 
 
 @app.command()
-def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
+def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS), kind: str = "usual") -> None:
     """Measure one portion: ranks of each host such as 2,2, and the rate of a link or none."""
-    raise typer.Exit(job(hosts, rate, "rank", rate, str(out.resolve()), "--models", models))
+    raise typer.Exit(job(hosts, rate, "rank", rate, str(out.resolve()), "--models", models, "--kind", kind))
 
 
 @app.command()
@@ -300,15 +318,12 @@ def job(hosts: str, rate: str, *words: str) -> int:
 def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
     """Measure all portions that are not there yet, then report."""
     PARTS.mkdir(exist_ok=True)
-    several = ",".join(MODELS)
-    wanted = [(*portion, several, "") for portion in PORTIONS]
-    wanted += [(*portion, TEXT, f"-{TEXT}") for portion in TEXT_PORTIONS]
-    for hosts, rate, models, suffix in wanted:
+    for hosts, rate, models, kind, suffix in ALL_PORTIONS:
         out = PARTS / f"{hosts.replace(',', '+')}-{rate}{suffix}.json"
         if not out.exists():
             words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
-            code = subprocess.run([*words, "--models", models]).returncode
-            print(hosts, rate, models, code, flush=True)
+            code = subprocess.run([*words, "--models", models, "--kind", kind]).returncode
+            print(hosts, rate, models, kind, code, flush=True)
     report()
 
 
@@ -409,7 +424,8 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def place_of(method: str) -> tuple[int, str]:
     """Where a method is in tables: those of METHODS first, in their order."""
-    return METHODS.index(method) if method in METHODS else len(METHODS), method
+    known = (*METHODS, *MORE_METHODS)
+    return known.index(method) if method in known else len(known), method
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:

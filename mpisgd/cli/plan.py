@@ -101,6 +101,7 @@ def plan(
         if save is not None:
             write_step(save, profile)
         report = _Report(found, profile, sizes, methods, algorithm, layouts=layouts and not methods)
+        report.defaults = _defaults(profile, model, measure, batch, optimizer, ranks, algorithm)
         report.show(top, collectives)
         report.write(json_file, plot_file, timeline)
 
@@ -129,6 +130,26 @@ def _profile(
 
         return read_step(Path(model))
     return profile_of(_model(model), cluster, batch or BATCH, optimizer or "sgd")
+
+
+def _defaults(
+    profile: "StepProfile",
+    model: str,
+    measure: bool,
+    batch: int | None,
+    optimizer: str,
+    ranks: str,
+    algorithm: str,
+) -> list[str]:
+    """Return the options that count and were not given, with what was taken for them."""
+    is_saved = model.endswith(".json") and not measure
+    taken = {
+        f"--batch {profile.batch:g}": batch is None and not is_saved,
+        f"--optimizer {profile.optimizer}": not (optimizer or measure or is_saved),
+        "--ranks all": not ranks,
+        "--algorithm auto, the fastest of mpisgd's": algorithm == "auto",
+    }
+    return [text for text, is_default in taken.items() if is_default]
 
 
 def _model(text: str) -> Any:
@@ -171,6 +192,7 @@ class _Report:
 
         check_algorithm(algorithm)
         self.assumed = found.assumed
+        self.defaults: list[str] = []
         self.cluster, self.profile, self.sizes = found.cluster, profile, sizes
         self.options = Options(algorithm, found.compression_s)
         self.methods = planned_methods(text or ";".join(DEFAULT_METHODS))
@@ -206,7 +228,7 @@ class _Report:
         """Return the lines below the table."""
         from mpisgd.plan.advice import changes, code_line, command_line
         from mpisgd.plan.methods import planned_methods
-        from mpisgd.plan.tables import failure_lines, left_out_lines, what_to_change
+        from mpisgd.plan.tables import checked_lines, failure_lines, left_out_lines, what_to_change
 
         best = self.best
         method = planned_methods(best.method)[0]
@@ -216,11 +238,13 @@ class _Report:
             *([f"{hidden} more row(s): --top, --json"] if hidden > 0 else []),
             *(["!: more than a rank's memory"] if not all(each.fits for each in self.predictions) else []),
             *left_out_lines(self.left_out),
+            *checked_lines(self.predictions[:top]),
             f"best: {best.method} on {best.cluster.size} rank(s); what rules its step: {best.bound}",
             *self._exact(),
             *what_to_change(changes(best.cluster, self.profile, method, self.options)),
             *failure_lines(best),
             *(f"assumed, as the cluster file does not say: {each}" for each in self.assumed),
+            *([f"assumed, as no option says: {', '.join(self.defaults)}"] if self.defaults else []),
             f"in the program: {code_line(method)}",
             f"start it with: {command_line(best, method)}",
         ]

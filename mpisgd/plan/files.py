@@ -79,21 +79,44 @@ def read_cluster(path: Path) -> ClusterFile:
         InvalidArgument: there is no such file, or something in it is not understood; says what.
     """
     if path.suffix == ".json":
-        return ClusterFile(_measured_cluster(path), {}, _assumed({}))
+        return ClusterFile(_measured_cluster(path), {}, _assumed({}, is_measured=True))
     page = _toml(path)
     profile = page.pop("profile", None)
     table = _table("compression", page.pop("compression", {}))
     compression = {str(k): as_seconds(f"compression.{k}", v) for k, v in table.items()}
     measured = None if profile is None else _measured_cluster(path.parent / str(profile))
-    return ClusterFile(Cluster(**_fields(page, measured)), compression, _assumed(page))
+    assumed = _assumed(page, is_measured=measured is not None)
+    return ClusterFile(Cluster(**_fields(page, measured)), compression, assumed)
 
 
-def _assumed(page: Table) -> list[str]:
-    """Return what a file leaves to defaults that decide which method is best."""
-    if "memory_bandwidth" in page:
-        return []
-    rate = Cluster.memory_bytes_per_s / 1e9
-    return [f'memory_bandwidth = "{rate:g} GB/s", as a core of a CPU has; a GPU has a hundred times that']
+def _assumed(page: Table, *, is_measured: bool) -> list[str]:
+    """Return what a file leaves to defaults: first what decides which method is best, then the rest."""
+    found = []
+    if "memory_bandwidth" not in page:
+        rate = Cluster.memory_bytes_per_s / 1e9
+        found.append(
+            f'memory_bandwidth = "{rate:g} GB/s", as a core of a CPU has; a GPU has a hundred times that'
+        )
+    defaults = {field.name: field.default for field in dataclasses.fields(Cluster)}
+    rest = [
+        f"{key} = {defaults[name]:g}"
+        for key, (name, _) in SCALARS.items()
+        if key not in (*page, "memory_bandwidth", *(["operation"] if is_measured else []))
+        and isinstance(defaults[name], float)
+    ]
+    links = {field.name: field.default for field in dataclasses.fields(Link)} | {"message_s": MESSAGE_S}
+    for table in ("within", "between"):
+        given = page.get(table, {}) if not is_measured else dict.fromkeys(LINK)
+        rest += [
+            f"[{table}] {key} = {links[name]:g}"
+            for key, (name, _) in LINK.items()
+            if key not in given and name in links and links[name] is not MISSING
+        ]
+    if not is_measured and "shared" not in page.get("within", {}):
+        rest.append("[within] shared = true")
+    if "network" not in page:
+        rest.append('[network] topology = "switch"')
+    return [*found, *([", ".join(rest)] if rest else [])]
 
 
 def _toml(path: Path) -> Table:
@@ -138,6 +161,7 @@ FAILURES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "repair_hours": ("repair_hours", lambda name, value: value),
 }
 MESSAGE_S = 5e-7  # what sending one takes of a processor where nothing else is said
+MOST_LAYERS = 10**6  # more than one mistypes, and no more than there is memory to list
 REQUIRED = ("hosts", "ranks_per_host", "within", "between")
 
 
@@ -296,8 +320,8 @@ def _layers(table: Table) -> list[Layer]:
     all_reduces = fields.pop("all_reduces", 0)
     if fields:
         raise InvalidArgument(f"layer {name}: unknown {', '.join(fields)}")
-    if not isinstance(repeat, int) or repeat < 1:
-        raise InvalidArgument(f"layer {name}: repeat={shown(repeat)}; expected a number of layers")
+    if not isinstance(repeat, int) or not 1 <= repeat <= MOST_LAYERS:
+        raise InvalidArgument(f"layer {name}: repeat={shown(repeat)}; expected 1 to {MOST_LAYERS} layers")
     if not isinstance(shapes, list) or not all(isinstance(shape, list) for shape in shapes):
         raise InvalidArgument(f"layer {name}: shapes={shown(shapes)}; expected such as [[512, 512], [512]]")
     cut = tuple(tuple(shape) for shape in shapes)

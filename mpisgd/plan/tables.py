@@ -8,13 +8,23 @@ from rich.table import Table
 from mpisgd.bench.report.rows import as_bytes, as_time
 from mpisgd.bench.report.tables import new_table
 from mpisgd.plan.advice import Change
+from mpisgd.plan.checked import CHECKED, checked_by
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.failures import HOUR_S
+from mpisgd.plan.methods import planned_methods
 from mpisgd.plan.prediction import LeftOut, Prediction
 from mpisgd.plan.simulation.collectives import cost_of, fastest
 from mpisgd.plan.simulation.messages import ALL_REDUCE
 
-__all__ = ["collectives_table", "failure_lines", "left_out_lines", "plan_table", "rows_of", "what_to_change"]
+__all__ = [
+    "checked_lines",
+    "collectives_table",
+    "failure_lines",
+    "left_out_lines",
+    "plan_table",
+    "rows_of",
+    "what_to_change",
+]
 
 PARTS = ("parameters", "gradients", "optimizer", "strategy", "compression", "buffers", "activations")
 METHOD_WIDTH, BOUND_WIDTH = 18, 9
@@ -34,7 +44,7 @@ def plan_table(predictions: Sequence[Prediction], title: str) -> Table:
         "examples\nper s",
         *(["price\nof 1M"] if priced else []),
     ]
-    table = new_table(title, ["method", "bound by"], numbers)
+    table = new_table(title, ["method", "bound by", "checked"], numbers)
     table.columns[0].min_width, table.columns[1].min_width = METHOD_WIDTH, BOUND_WIDTH
     for each in predictions:
         times = (each.compute_s + each.straggler_s, each.exposed_s, each.step.optimizer_s)
@@ -42,8 +52,27 @@ def plan_table(predictions: Sequence[Prediction], title: str) -> Table:
         memory = as_bytes(round(each.memory.total)) + ("" if each.fits else " !")
         price = [f"{each.price_per_million:.3g}"] if priced else []
         sent = as_bytes(round(each.step.sent_bytes))
-        table.add_row(each.method, each.bound, *cells, memory, sent, f"{each.examples_per_s:,.0f}", *price)
+        table.add_row(
+            each.method,
+            each.bound,
+            _checked(each),
+            *cells,
+            memory,
+            sent,
+            f"{each.examples_per_s:,.0f}",
+            *price,
+        )
     return table
+
+
+def _checked(prediction: Prediction) -> str:
+    return checked_by(prediction.cluster, planned_methods(prediction.method)[0])
+
+
+def checked_lines(predictions: Sequence[Prediction]) -> list[str]:
+    """Return what the words of the column mean that are there."""
+    found = set(map(_checked, predictions))
+    return [f"checked, {word}: {meaning}" for word, meaning in CHECKED.items() if word in found]
 
 
 def _milliseconds(seconds: float) -> str:
@@ -87,6 +116,7 @@ def rows_of(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
             "busiest_link_bytes": each.step.traffic,
             "price_per_million_examples": each.price_per_million,
             "bound": each.bound,
+            "checked": _checked(each),
             "interruptions": each.interruptions and each.interruptions._asdict(),
         }
         for each in predictions

@@ -1,0 +1,138 @@
+"""Whatever a file has in a place: one line that names the place, or a plan; and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from plan_examples import predicted
+
+from mpisgd.errors import InvalidArgument
+from mpisgd.plan.checked import checked_by
+from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.files import FAILURES, LINK, SCALARS, read_cluster, read_model, read_step, write_step
+from mpisgd.plan.methods import planned_methods
+from mpisgd.plan.network import FatTree, Switch
+
+ROOT = Path(__file__).parents[3]
+JUNK = [
+    0,
+    -1,
+    1.5,
+    "inf",
+    "nan",
+    '""',
+    '"5 us 3"',
+    '"1.2.3 GB/s"',
+    "true",
+    "[]",
+    "[1, 2]",
+    "{a = 1}",
+    10**400,
+]
+WITHIN = {"latency": '"1 us"', "bandwidth": '"10 GB/s"'}
+
+
+def cluster_text(where, key, value):
+    tables = {
+        "": {"hosts": 4, "ranks_per_host": 2},
+        "within": dict(WITHIN),
+        "between": dict(WITHIN),
+        "failures": {"mtbf_hours": 100},
+        "network": {"topology": '"fat tree"', "hosts_per_switch": 2},
+        "compression": {},
+    }
+    tables[where][key] = value
+    return "\n".join(
+        line
+        for name, table in tables.items()
+        for line in [*([f"[{name}]"] if name else []), *(f"{key} = {value}" for key, value in table.items())]
+    )
+
+
+PLACES = [
+    *(("", key) for key in SCALARS),
+    *((table, key) for table in ("within", "between") for key in LINK),
+    ("within", "shared"),
+    *(("failures", key) for key in FAILURES),
+    *(("network", key) for key in ("topology", "hosts_per_switch", "oversubscription")),
+    ("compression", '"TopK(ratio=0.01)"'),
+]
+
+
+def refusals(path, read, text_of):
+    """What is said of the values that are refused; anything but InvalidArgument is a failure."""
+    said = {}
+    for value in JUNK:
+        path.write_text(text_of(value))
+        try:
+            read(path)
+        except InvalidArgument as exc:
+            said[str(value)] = str(exc)
+    assert not any("\n" in text for text in said.values()), said
+    return said
+
+
+@pytest.mark.parametrize(("where", "key"), PLACES)
+def test_junk_in_a_cluster_file_is_named_in_one_line(tmp_path, where, key):
+    said = refusals(tmp_path / "cluster.toml", read_cluster, lambda value: cluster_text(where, key, value))
+    known = SCALARS | LINK | FAILURES
+    names = [key.strip('"'), *known.get(key, ())[:1]]
+    assert [text for text in said.values() if not any(name in text for name in names)] == []
+    assert [text for text in said.values() if "expected" not in text] == []
+    assert len(said) >= 7
+
+
+MODEL_KEYS = ("shapes", "parameters", "flops", "activations", "outputs", "all_reduces", "repeat")
+
+
+@pytest.mark.parametrize("key", MODEL_KEYS)
+def test_junk_in_a_model_file_is_named_in_one_line(tmp_path, key):
+    others = "" if key in ("shapes", "parameters") else "shapes = [[4, 4]]\n"
+    said = refusals(
+        tmp_path / "model.toml", read_model, lambda value: f"[[layer]]\n{others}{key} = {value}\n"
+    )
+    assert len(said) >= 6
+
+
+@pytest.mark.parametrize(
+    "key", ["batch", "forward_s", "gradients", "blocks", "optimizer", "activation_bytes"]
+)
+def test_junk_in_a_step_file_is_refused(tmp_path, key):
+    path = tmp_path / "step.json"
+    write_step(path, predicted("Synchronous").profile)
+    page = json.loads(path.read_text())
+    for value in (None, "x", [1], {"a": 1}, -1):
+        path.write_text(json.dumps({**page, key: value}))
+        with pytest.raises(InvalidArgument):
+            read_step(path)
+
+
+def test_all_that_was_assumed_is_said(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_text("between", "message", '"1 us"'))
+    first, rest = read_cluster(path).assumed
+    assert first.startswith('memory_bandwidth = "10 GB/s"')
+    for said in ("half_factor = 1", "tensor = 0", "[within] message = 5e-07", "[within] shared = true"):
+        assert said in rest
+    for given in ("[between] message", "[between] latency", "topology"):
+        assert given not in rest
+
+
+def test_what_is_called_measured_has_been():
+    """Of every strategy and compression of the table there are cases in the file, and of other ones none."""
+    lines = (ROOT / "benchmarks" / "plan-validation.txt").read_text().splitlines()
+    names = {found[1] for line in lines if (found := re.match(r"(\S.*?)\s+median ", line))} - {"all"}
+    here = Cluster(4, 1, Link(1e-5, 1e9), Link(1e-6, 1e10), Switch())
+    assert {checked_by(here, method) for method in planned_methods(";".join(names))} == {"measured"}
+    for name, word in {
+        "Synchronous + TopK(ratio=0.01)": "simulated",
+        "Sharded(stage=2)": "simulated",
+        "Parallel(tp=2, pp=2)": "simulated",
+        "ParameterServer('sync')": "formula",
+    }.items():
+        assert checked_by(here, planned_methods(name)[0]) == word
+    tree = Cluster(4, 1, Link(1e-5, 1e9), Link(1e-6, 1e10), FatTree(2, 2.0))
+    assert checked_by(tree, planned_methods("Synchronous")[0]) == "simulated"
