@@ -57,7 +57,7 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(wanted["env"])
     os.sched_setaffinity(0, wanted["cores"])
-    torch.set_num_threads(len(wanted["cores"]))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(wanted["cores"]))))
     if torch._is_device_backend_autoload_enabled():  # else importing torch would do so
         torch._import_device_backends()
     numpy.random.seed()  # each process its own; Python's random sees to that itself
@@ -68,7 +68,7 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
 def read_options(args: list[str], own_paths: list[str]) -> Callable[[], None]:
     """Take arguments as Python does: module path, `sys.argv`, warnings; return what runs the program."""
     while args[0] == "-W":
-        warnings.simplefilter(args[1])  # type: ignore[arg-type]
+        warnings._setoption(args[1])  # type: ignore[attr-defined]
         sys.warnoptions.append(args[1])
         args = args[2:]
     sys.orig_argv = [sys.executable, *args]

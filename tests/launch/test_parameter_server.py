@@ -13,7 +13,8 @@ PROGRAM = Path(__file__).parent / "programs" / "parameter_server.py"
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.long)])
 def test_the_others_go_on_and_every_update_counts_once(mode):
-    done = run_python(str(PROGRAM), mode, num_ranks=3, options=("--with-ft", "ulfm"))
+    options = ("--with-ft", "ulfm")
+    done = run_python(str(PROGRAM), mode, num_ranks=3, options=options, fresh=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr
     counted = json.loads(lines[0])

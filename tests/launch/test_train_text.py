@@ -120,14 +120,15 @@ pytestmark = pytest.mark.timeout(1200)  # the first test waits for all jobs
 
 
 def train_text(*args, num_ranks=None):
-    return run_python(str(PROGRAM), *map(str, args), num_ranks=num_ranks)
+    return run_python(str(PROGRAM), *map(str, args), num_ranks=num_ranks, fresh=True)
 
 
 def train_all(runs, num_ranks: int) -> None:
     """Make several runs in one job."""
     path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
     args = json.dumps([(name, [*map(str, options)]) for name, options in runs.items()])
-    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env={"PYTHONPATH": path}, quiet_s=400)
+    env = {"PYTHONPATH": path}
+    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env=env, quiet_s=400, fresh=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
@@ -292,7 +293,7 @@ def test_what_does_not_go_with_a_divided_model_is_refused():
     """All in one process, a job of one."""
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))}
     args = json.dumps([[*map(str, (*TINY, *options))] for options, _ in REFUSED])
-    done = run_python("-c", REFUSALS, args, env=env)
+    done = run_python("-c", REFUSALS, args, env=env, fresh=True)
     assert (done.returncode, done.stderr) == (0, "")
     for (options, said), line in zip(REFUSED, done.stdout.splitlines(), strict=True):
         assert said in line, options
