@@ -45,6 +45,10 @@ def run(each: Program) -> str:
 
 
 STEP = (ZeroGrad(), Backward((1,)), Step())
+WITH_MOMENTUM = program(
+    *(*STEP, Commit(), *STEP, Commit(), Backward((3,)), Step(), Lose((1,)), Backward((4,)), Step()),
+    settings=(("lr", 0.5), ("momentum", 0.5)),
+)
 
 
 def test_random_programs_with_losses_equal_one_process():
@@ -156,15 +160,11 @@ def keep_gradients(monkeypatch):
 )
 def test_a_fault_of_the_recovery_is_found(monkeypatch, mutation):
     mutation(monkeypatch)
-    momentum = (("lr", 0.5), ("momentum", 0.5))
-    events = (*STEP, Commit(), *STEP, Commit(), Backward((3,)), Lose((1,)), Backward((4,)), Step())
-    assert run(program(*events, settings=momentum)) != "ok"
+    assert run(WITH_MOMENTUM) != "ok"
 
 
 def test_without_a_fault_none_is_found():
-    momentum = (("lr", 0.5), ("momentum", 0.5))
-    events = (*STEP, Commit(), *STEP, Commit(), Backward((3,)), Lose((1,)), Backward((4,)), Step())
-    assert run(program(*events, settings=momentum)) == "ok"
+    assert run(WITH_MOMENTUM) == "ok"
 
 
 # -- what they have found ------------------------------------------------------------------------------------
