@@ -172,6 +172,8 @@ def _simpler_events(event: Event) -> Iterator[Event]:
     if isinstance(event, Lose):
         for gone in event.ranks if len(event.ranks) > 1 else ():
             yield replace(event, ranks=tuple(rank for rank in event.ranks if rank != gone))
+        if len(event.ranks) == 1 and event.ranks != (0,):
+            yield replace(event, ranks=(0,))
         for fewer in {0, event.waits // 2, event.waits - 1} if event.waits else ():
             yield replace(event, waits=fewer)
     if isinstance(event, Step) and event.closure:

@@ -111,10 +111,7 @@ def _refusals(program: Program, lost: set[int]) -> tuple[set[str], set[str]]:
     """Return which errors there must be one of, and which there may be."""
     losses = [set(each.ranks) & lost for each in program.events if isinstance(each, Lose)]
     losses = [each for each in losses if each]
-    divides = any(
-        "Sharded" in optimizer.option("strategy") or optimizer.option("share_parameters")
-        for optimizer in program.optimizers
-    )
+    divides = any("Sharded" in optimizer.option("strategy") for optimizer in program.optimizers)
     one_by_one, together = set(), set()
     if any(_ends(program, losses[:place], each) for place, each in enumerate(losses)):
         one_by_one.add(TOO_FEW)
