@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.arguments import check_callable, check_flag, ranks_by_text, ranks_text, shown
+from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.coalesced import broadcast_coalesced
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
