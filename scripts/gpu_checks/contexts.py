@@ -1,7 +1,7 @@
 """A rank uses its own GPU only, in all of its threads: a context on another one costs half a GB there.
 
-A thread begins on GPU 0, whatever its starter's was. What names no GPU, as a program's callback may, then
-lands there.
+A thread begins on GPU 0, whatever its starter's was. So mpisgd's begin on that of who starts them: what names
+no GPU, as a program's callback may, would land on GPU 0 otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mpisgd
 import mpisgd.horovod as hvd
 from gpu_checks.finding import Finding, LeftOut
 from gpu_checks.gpu import Gpu
-from mpisgd.job.groups import close_group
+from mpisgd.threads.service_thread import InheritingThread
 
 __all__ = ["own_gpu_only"]
 
@@ -28,13 +28,10 @@ def own_gpu_only(gpu: Gpu) -> Finding:
     model(torch.ones(2, 4, device=gpu.kind)).sum().backward()
     optimizer.step()
     mpisgd.all_reduce(gpu.zeros(10), async_op=True).wait()
-    tensor, group = gpu.zeros(10), mpisgd.new_group()  # which has a thread of its own from now on
-    gpu.sleep()  # the callback is there before the operation is over
-    work = mpisgd.all_reduce(tensor, group=group, algorithm="mpi", async_op=True)
-    made = work.get_future().then(lambda _: torch.ones(1, device=gpu.kind))
-    work.wait()
-    made.wait()
-    close_group(group)
+    mpisgd.all_reduce(gpu.zeros(10), algorithm="mpi", async_op=True).wait()
+    thread = InheritingThread(target=lambda: torch.ones(1, device=gpu.kind))
+    thread.start()
+    thread.join()
     hvd.init()
     hvd.allreduce(gpu.zeros(10))
     hvd.shutdown()

@@ -134,7 +134,9 @@ def _machine(header: dict[str, Any], facts: dict[str, Any]) -> list[str]:
         return lines
     gpus = "simulated" if facts["simulated"] else facts["gpus"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    lines += [f"GPUs: {gpus}; driver: {facts['driver']}; CUDA: {facts['cuda']}; NCCL: {facts['nccl']}"]
+    lines += [
+        f"GPUs: {gpus}; driver: {facts['driver']}; CUDA: {facts['cuda'] or 'none'}; NCCL: {facts['nccl']}"
+    ]
     lines += [versions]
     if facts["mpi"]:
         aware = "CUDA-aware" if facts["cuda_aware"] else "not CUDA-aware"
