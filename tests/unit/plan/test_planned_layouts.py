@@ -291,7 +291,7 @@ def test_the_command_that_runs_a_layout(text, expected):
 
 
 def test_the_sizes_of_a_gpt_are_those_of_the_model_of_train_text(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts" / "training"))
     text_model = __import__("text_model")
     module = text_model.GPT(text_model.ModelSize(2, 4, 64, 32))
     tokens = torch.zeros(3, 32, dtype=torch.long)
