@@ -18,6 +18,7 @@ FROM_OTHER_RANKS = {
     "mpisgd/job/quiesce.py",  # by MPI
     "mpisgd/monitor/mpi_mailbox.py",  # by MPI
     "mpisgd/pipeline/messages.py",
+    "mpisgd/transport/device/messages.py",  # by MPI
     "mpisgd/transport/loopback/communicator.py",  # threads of this process
     "mpisgd/transport/loopback/meeting.py",  # likewise
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.methods.catalogue import optimizers
+from mpisgd.verification.programs.option_text import evaluated
 
 __all__ = [
     "ONE_BIT",
@@ -297,7 +298,7 @@ class Program:
 def parse(text: str) -> Program:
     """Return the program whose `repr()` it is."""
     names = {kind.__name__: kind for kind in (Program, Layer, Optimizer, *Event.__args__)}
-    program = eval(text, {"__builtins__": {}, "inf": float("inf")}, names)
+    program = evaluated(text, {**names, "inf": float("inf")})
     if not isinstance(program, Program):
         raise ValueError(f"not a program: {text[:80]}")
     return program
