@@ -26,7 +26,7 @@ from mpisgd.verification.programs.training import Training, initial_groups
 
 __all__ = ["SYNCHRONOUS", "ByPaper", "arguments_of", "paper_among"]
 
-SYNCHRONOUS = (mpisgd.Synchronous, mpisgd.Sharded)
+SYNCHRONOUS = (mpisgd.Synchronous, mpisgd.Sharded, mpisgd.ParameterServer)
 OPTIONS = ("strategy", "compression", "op")
 
 

@@ -104,6 +104,9 @@ def _impossible(program: Program) -> str:
         return "LBFGS has one parameter group"
     if "LBFGS" in names and any(layer.transposed for layer in program.layers):
         return "LBFGS views gradients as flat"
+    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
+    if len({*layers}) < len(layers) and "ParameterServer" in program.optimizers[0].option("strategy"):
+        return "parameters of servers have one optimizer"
     if names & {*ONE_BIT} and program.optimizers[0].options:
         return "1-bit optimizers are not wrapped"
     if names & {*ONE_BIT} and program.is_resized and 100 not in dict(program.optimizers[0].settings).values():
@@ -131,7 +134,11 @@ def may_be_refused(program: Program) -> bool:
 
 def _reads_divided(program: Program) -> bool:
     """Return whether torch, or a second optimizer, reads gradients that are divided among ranks."""
-    if not any(o.option("share_parameters") or "Sharded" in o.option("strategy") for o in program.optimizers):
+    divides = ("Sharded", "ParameterServer")
+    if not any(
+        o.option("share_parameters") or any(name in o.option("strategy") for name in divides)
+        for o in program.optimizers
+    ):
         return False
     layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
     by_others = any(

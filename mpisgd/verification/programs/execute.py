@@ -42,7 +42,7 @@ CHANGING = (
     events.Broadcast,
     events.Convert,
 )
-SYNCHRONOUS = re.compile(r"mpisgd\.(Synchronous|Sharded)\(.*\)")
+SYNCHRONOUS = re.compile(r"mpisgd\.((Synchronous|Sharded)\(.*\)|ParameterServer\(\))")
 EXACT_CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16")
 NEVER = 100  # steps; up to then two of the three that travel by one bit are Adam
 LOSSLESS = ("mpisgd.compress.TopK(ratio=1.0)",)

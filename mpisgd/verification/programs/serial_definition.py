@@ -42,6 +42,8 @@ def definition_of(program: Program) -> type[ByPaper] | None:
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not isinstance(strategy, SYNCHRONOUS)
     compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
+    if isinstance(compression, mpisgd.compress.PerHost):
+        return None  # the papers here have no hosts
     two_step = getattr(compression, "two_step", False)
     compresses = isinstance(compression, PER_PARAMETER) and not two_step
     if isinstance(compression, PER_BUCKET) and not compresses:
@@ -55,12 +57,11 @@ def definition_of(program: Program) -> type[ByPaper] | None:
         return None
     if program.exact and isinstance(compression, CHOOSES):
         return None
-    skips = any(getattr(event, "skipped", ()) for event in program.events)
     regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
     counts = isinstance(compression, (mpisgd.compress.SignSGD, *PER_BUCKET)) and not isinstance(
         compression, OneBit
     )
-    if counts and skips and regroups:
+    if counts and regroups:
         return None  # what signs zeros have, and what is drawn, depends on how many reductions a bucket had
     if is_local and counts and (regroups or any(layer.frozen for layer in program.layers)):
         return None  # whether what is frozen lies in a bucket of the others decides what is drawn for these
