@@ -34,7 +34,7 @@ DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN")
 DUMP_S = 0.5
 SETTLED_S = 0.03
 SAMPLE_S = 0.2
-MONITOR_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stall_monitor.py")
+MONITOR_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watchdog.py")
 DUMPED = "all threads, the innermost call first"
 STATES = {
     psutil.STATUS_RUNNING: "runs",
