@@ -74,7 +74,7 @@ def verify(
     The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is.
     """
     from mpisgd.verification.matrix import Plan
-    from mpisgd.verification.matrix_report import text_of_matrix
+    from mpisgd.verification.matrix_report import kind_of, text_of_matrix
     from mpisgd.verification.method_matrix import row_of, rows
     from mpisgd.verification.sabotage import Sabotage
 
@@ -85,6 +85,8 @@ def verify(
         tried, modes = _tried([row_of(method)], plan), []
     else:
         named = [] if here else [row for row in rows() if only.lower() in row.name.lower()]
+        if quick and not only:
+            named = list({kind_of(row.name): row for row in reversed(named)}.values())[::-1]
         tried, modes = _tried(named, plan), plan.modes()
         if not tried and not modes:
             raise mpisgd.JobError(f"--only: no mode's name contains {only!r}")

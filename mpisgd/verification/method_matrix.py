@@ -202,8 +202,7 @@ def packed(row: Row, number: int, run: Run) -> Iterator[Tried]:
         if alone is None:
             yield Tried(row.name, (first.name,), "impossible", why)
             continue
-        made = run(replace(alone, events=()))
-        if made.kind == "refused":
+        if (made := _made(alone, row, run)).kind == "refused":
             yield Tried(row.name, (first.name,), made.kind, made.text, program=repr(alone))
             continue
         pack = _grown(row, [first], left, number, run)
@@ -212,6 +211,13 @@ def packed(row: Row, number: int, run: Run) -> Iterator[Tried]:
         yield tried
         if len(pack) > 1 and tried.kind != "ok":
             yield from (_try(row, [situation], number, run) for situation in pack)
+
+
+def _made(program: Program, row: Row, run: Run) -> Verdict:
+    """Return whether optimizers can be made, where they are asked for more than those of the row."""
+    if all(optimizer.options == row.optimizer.options for optimizer in program.optimizers):
+        return Verdict("ok")
+    return run(replace(program, events=()))
 
 
 def _grown(
@@ -247,7 +253,7 @@ def _grown(
         after, _ = _program(row, [*grown, situation], number)
         if after is None or has_reference(after) != is_compared:
             continue
-        if left is not None or run(replace(after, events=())).kind == "ok":
+        if left is not None or _made(after, row, run).kind == "ok":
             grown.append(situation)
     return sorted(grown, key=lambda each: order.index(each.name))
 
