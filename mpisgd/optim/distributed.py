@@ -207,7 +207,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
-        self._synchronizer.end_failed_step()
         had: list[tuple[int, Tensor]] = []
         if not set_to_none:
             params = enumerate(self._synchronizer.training.params)
