@@ -82,6 +82,8 @@ def verify(
     plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
     here = is_launched()
     if method:
+        if here:
+            raise mpisgd.JobError("--method: its ranks are threads; start it without mpirun")
         tried, modes = _tried([row_of(method)], plan), []
     else:
         named = [] if here else [row for row in rows() if only.lower() in row.name.lower()]

@@ -56,7 +56,7 @@ def _try_row(row: Row, number: int, quick: bool, sabotage: bool) -> list[Tried]:
     """Try a method: what a process of the pool does."""
     run = _backend().run
     found = list(packed(row, number, run) if quick else alone_in(row, number, run))
-    if any(tried.sabotage for tried in found):
+    if sabotage:
         return list(_sabotaged(found))
     return found if quick else [*found, *pairs_of(row, found, number, run)]
 

@@ -14,7 +14,7 @@ from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.contract import violation
 from mpisgd.verification.programs.program import Clip, Optimizer, Reload, Step, parse
 from mpisgd.verification.programs.threads_backend import ThreadsBackend
-from mpisgd.verification.run_matrix import summary_of_matrix
+from mpisgd.verification.run_matrix import run_matrix, summary_of_matrix
 from mpisgd.verification.sabotage import Sabotage
 from mpisgd.verification.situations import SITUATIONS, compose, plain_program
 
@@ -133,3 +133,12 @@ def test_the_worst_of_a_kind_in_a_situation_is_shown(tmp_path):
     assert "LocalSGD: sum" in text_of_matrix(found)
     draw_matrix(found, tmp_path / "found.png")
     assert (tmp_path / "found.png").stat().st_size > 1000
+
+
+def test_all_that_is_broken_on_purpose_is_counted():
+    """A run with sabotage says of each program how it was broken; one that broke nothing would be green."""
+    tried = run_matrix([SYNCHRONOUS], lambda done, total: None, sabotage=True)
+    assert tried
+    assert all(each.sabotage for each in tried)
+    assert not [each for each in tried if each.is_fault]
+    assert "broken on purpose are found" in summary_of_matrix(tried)[-1]
