@@ -21,6 +21,8 @@ from mpisgd.sharding.layerwise.offload_parameters import without_streamed
 
 __all__ = ["average_gradients", "average_parameters"]
 
+NAME = "average_parameters"
+
 _reducers: "weakref.WeakKeyDictionary[torch.nn.Module, GradientReducer]" = weakref.WeakKeyDictionary()
 
 
@@ -60,9 +62,6 @@ def _new_reducer(type_name: str, named: Sequence[tuple[str, torch.Tensor]], grou
     with owned_by(owner):
         agree_on("average_gradients", named, group)
         return GradientReducer(named, group, options)
-
-
-NAME = "average_parameters"
 
 
 def average_parameters(params: Parameters, group: Group | None = None) -> None:

@@ -29,7 +29,6 @@ __all__ = [
     "undo_casts",
 ]
 
-
 # Small tensors travel together, packed up to this many bytes; larger ones travel from where they are.
 PACK_BYTES = 4 * 2**20
 

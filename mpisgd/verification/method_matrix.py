@@ -29,7 +29,7 @@ from mpisgd.verification.programs.option_text import evaluated
 from mpisgd.verification.programs.program import Optimizer, Program
 from mpisgd.verification.situations import SITUATIONS, Situation, compose, plain_program
 
-__all__ = ["DIVISIONS", "Row", "Tried", "alone_in", "packed", "pairs_of", "row_of", "rows"]
+__all__ = ["DIVISIONS", "ONE_BIT", "Row", "Tried", "alone_in", "packed", "pairs_of", "row_of", "rows"]
 
 DIVISIONS = ((3, 0), (2, 0), (4, 2), (3, 1), (4, 0), (2, 1), (3, 2), (1, 0))  # ranks, and those of each host
 PACK = 5  # situations in one program, at most
@@ -41,6 +41,7 @@ ONE_BIT = (
         "ZeroOneAdam",
         (("lr", 0.01), ("var_freeze_step", 3), ("var_update_scaler", 1), ("local_step_scaler", 1)),
     ),
+    Optimizer("ZeroOneAdam", (("lr", 0.01), ("var_freeze_step", 100), ("var_update_scaler", 100))),
     Optimizer("OneBitLamb", (("lr", 0.01), ("freeze_step", 2))),
 )
 

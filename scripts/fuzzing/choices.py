@@ -5,6 +5,7 @@ from __future__ import annotations
 import mpisgd
 from mpisgd.methods import catalogue
 from mpisgd.methods.catalogue import text_of
+from mpisgd.verification.method_matrix import ONE_BIT
 
 SHAPES = ((1,), (3,), (7,), (2, 5), (), (129,), (40, 33), (2, 3, 2, 2))
 TINY = ((1,), (1,), (), (2,))  # fewer elements than ranks
@@ -38,13 +39,7 @@ SMOOTH_OPTIMIZERS = (
     ("Adadelta", {"lr": 1.0}),
     ("ASGD", {"lr": 0.01}),
 )
-ONE_BIT_OPTIMIZERS = (
-    ("OneBitAdam", {"lr": 0.01, "freeze_step": 2}),
-    ("OneBitAdam", {"lr": 0.01, "freeze_step": 100}),
-    ("ZeroOneAdam", {"lr": 0.01, "var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1}),
-    ("ZeroOneAdam", {"lr": 0.01, "var_freeze_step": 100, "var_update_scaler": 100}),
-    ("OneBitLamb", {"lr": 0.01, "freeze_step": 2}),
-)
+ONE_BIT_OPTIMIZERS = tuple((each.name, dict(each.settings)) for each in ONE_BIT)
 CLOSURE_OPTIMIZERS = (
     ("LBFGS", {"lr": 0.1, "max_iter": 3}),
     ("LBFGS", {"lr": 0.1, "max_iter": 4, "history_size": 2}),

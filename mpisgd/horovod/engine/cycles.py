@@ -32,6 +32,12 @@ from mpisgd.threads import waiting
 
 __all__ = ["RESOLVE", "WITHDRAW", "Cycles", "ProcessSetTable"]
 
+CHECK_INTERVAL_S = 1.0  # how often a sleeping engine looks for stalls; more often where warnings come soon
+LOSS_CHECK_INTERVAL_S = 0.05  # how often it looks for lost ranks where the job survives them
+WITHDRAW = "withdraw"  # the kind of the request by which a rank withdraws another one
+RESOLVE = "resolve"  # the kind of the request by which the first rank has a conflict of names resolved
+STACKS = Request("stacks", "stacks")  # asks for everyone's Python stack
+
 
 class ProcessSetTable:
     """The process sets by number: the same on all ranks, but for the groups, which only members have.
@@ -74,13 +80,6 @@ class ProcessSetTable:
         """Close the groups of all process sets. Collective over the job."""
         for group in self.groups.values():
             close_group(group)
-
-
-CHECK_INTERVAL_S = 1.0  # how often a sleeping engine looks for stalls; more often where warnings come soon
-LOSS_CHECK_INTERVAL_S = 0.05  # how often it looks for lost ranks where the job survives them
-WITHDRAW = "withdraw"  # the kind of the request by which a rank withdraws another one
-RESOLVE = "resolve"  # the kind of the request by which the first rank has a conflict of names resolved
-STACKS = Request("stacks", "stacks")  # asks for everyone's Python stack
 
 
 class Cycles:

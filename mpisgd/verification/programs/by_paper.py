@@ -24,10 +24,16 @@ from mpisgd.verification.programs.option_text import evaluated
 from mpisgd.verification.programs.program import Event, Optimizer, Program
 from mpisgd.verification.programs.training import Training, initial_groups
 
-__all__ = ["SYNCHRONOUS", "ByPaper", "arguments_of", "paper_among"]
+__all__ = ["ByPaper", "arguments_of", "averages_gradients", "paper_among"]
 
 SYNCHRONOUS = (mpisgd.Synchronous, mpisgd.Sharded, mpisgd.ParameterServer)
 OPTIONS = ("strategy", "compression", "op")
+
+
+def averages_gradients(optimizer: Optimizer) -> bool:
+    """Return whether all ranks step with the same gradients, and at the same time."""
+    strategy = arguments_of(optimizer).get("strategy", mpisgd.Synchronous())
+    return isinstance(strategy, SYNCHRONOUS) and strategy.goes_with.repeats.goes
 
 
 def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -71,7 +77,7 @@ class ByPaper:
         self._clips: list[events.Clip] = []
         self.model = self._all[rank].model
         strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
-        self._is_local = not isinstance(strategy, SYNCHRONOUS)
+        self._is_local = not averages_gradients(program.optimizers[0])
         self._mixes = isinstance(strategy, mpisgd.Gossip)
         self._mixes_first = getattr(strategy, "style", "") == "combine_then_adapt"
         self._begin()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.verification.programs import program as events
+from mpisgd.verification.programs.by_paper import averages_gradients
 from mpisgd.verification.programs.distributed_training import DistributedTraining
 from mpisgd.verification.programs.model import Model
 from mpisgd.verification.programs.program import ONE_BIT, Program
@@ -42,7 +42,6 @@ CHANGING = (
     events.Broadcast,
     events.Convert,
 )
-SYNCHRONOUS = re.compile(r"mpisgd\.((Synchronous|Sharded)\(.*\)|ParameterServer\(\))")
 EXACT_CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16")
 NEVER = 100  # steps; up to then two of the three that travel by one bit are Adam
 LOSSLESS = ("mpisgd.compress.TopK(ratio=1.0)",)
@@ -131,8 +130,7 @@ def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
         return True
     compression = optimizer.option("compression", LOSSLESS[0])
     is_plain = compression in LOSSLESS or (program.exact and compression in EXACT_CASTS)
-    is_synchronous = bool(SYNCHRONOUS.fullmatch(optimizer.option("strategy", "mpisgd.Synchronous()")))
-    return is_plain and is_synchronous and optimizer.option("op") != "mpisgd.Adasum"
+    return is_plain and averages_gradients(optimizer) and optimizer.option("op") != "mpisgd.Adasum"
 
 
 def run_events(program: Program, begin: Callable[[], Steps]) -> Run:

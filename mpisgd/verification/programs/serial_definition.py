@@ -6,7 +6,7 @@ from typing import Any
 
 import mpisgd
 from mpisgd.verification.programs import program as events
-from mpisgd.verification.programs.by_paper import SYNCHRONOUS, ByPaper, arguments_of, paper_among
+from mpisgd.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
 from mpisgd.verification.programs.program import Program
 
 __all__ = ["definition_of", "rounds"]
@@ -40,7 +40,7 @@ def definition_of(program: Program) -> type[ByPaper] | None:
         return None
     options = arguments_of(program.optimizers[0])
     strategy = options.get("strategy", mpisgd.Synchronous())
-    is_local = not isinstance(strategy, SYNCHRONOUS)
+    is_local = not averages_gradients(program.optimizers[0])
     compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
     if isinstance(compression, mpisgd.compress.PerHost):
         return None  # the papers here have no hosts
