@@ -103,7 +103,7 @@ def newest_intact(
 def _check_shared(folder: Path, seen: list[Seen]) -> None:
     here, newest = seen[ROOT], max(seen, key=lambda one: one.step)
     if newest.step > here.step:  # or it was written after this rank had looked, and before another one did
-        here = here._replace(step=_newest_step(folder))
+        here = here._replace(step=max(here.step, _newest_step(folder)))
     if newest.step > here.step:
         ours = f"none newer than step {here.step}" if here.step >= 0 else "none"
         raise CheckpointError(
