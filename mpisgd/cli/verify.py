@@ -37,7 +37,7 @@ Picture = Annotated[
 
 
 def verify(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer modes and steps: under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer modes, methods and steps: minutes.")] = False,
     sabotage: Annotated[
         bool, typer.Option("--sabotage", help="Break every mode on purpose; each must be found.")
     ] = False,
