@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 
 __all__ = ["check_reports"]
@@ -21,6 +22,7 @@ def check_reports(done: subprocess.CompletedProcess[str], size: int) -> None:
     ]
     assert not wrong, "\n".join(wrong)
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
+    # Python names a category, as in ResourceWarning; the launcher writes "Warning" of its own children.
+    assert not re.search(r"\w+Warning", done.stderr), done.stderr
     assert len(reports) >= 50
     assert all(len(report["ranks"]) == size for report in reports)
