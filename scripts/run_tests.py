@@ -43,8 +43,8 @@ FOR_EVEN_SIZES = tuple(
     if path.name != "test_dist_collectives.py"
 )
 
-# Three ranks find what assumes a power of two. Four say more where algorithms and transports have other steps,
-# where ranks are a grid of 2 x 2, and where a test wants four.
+# Three ranks find what assumes a power of two. Four say more where algorithms and transports have other
+# steps, where ranks are a grid of 2 x 2, and where a test wants four.
 AT_FOUR = (
     "tests/mpi/collectives",
     "tests/mpi/core",
