@@ -1,4 +1,4 @@
-"""The folder of checkpoints: names, atomic writes, and the removal of old files.
+"""A folder of checkpoints: atomic writes, and the removal of what was left unfinished.
 
 runs/a/step-00000200.safetensors
 runs/a/step-00000300.safetensors
@@ -13,50 +13,61 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from mpisgd import config
 from mpisgd.threads.fault_points import FSYNC, RENAME, DiskFile, may_fail
 
-__all__ = [
-    "checkpoints_in",
-    "make_folder",
-    "make_writable",
-    "open_regular",
-    "path_of",
-    "remove_older",
-    "remove_unfinished",
-    "write_file",
-]
+__all__ = ["Folder", "make_folder", "open_regular", "remove_unfinished", "write_file"]
 
-NAME = re.compile(r"step-([0-9]{8,})\.safetensors")
 UNFINISHED = re.compile(r"\.step-[0-9]{8,}\.safetensors\..*\.tmp")
 
 
-def path_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
-    return folder / f"step-{step:08d}.safetensors"
+class Folder:
+    """The files of a folder: a `mpisgd.checkpoint.storage.Storage`."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint, -1 for any other file."""
-    found = NAME.fullmatch(path.name)
-    return int(found[1]) if found else -1
+    def at(self, name: str) -> Path:
+        """Return the path of a file."""
+        return self._path / name
 
+    def names(self) -> Iterable[str]:
+        """Return the names of what is there; none where there is no folder."""
+        try:
+            return os.listdir(self._path)
+        except FileNotFoundError:
+            return []
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, the newest first; none where there is no folder.
+    def is_file(self, name: str) -> bool:
+        """Return whether there is a regular file."""
+        return self.at(name).is_file()
 
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    try:
-        found = [path for path in folder.iterdir() if step_of(path) >= 0]
-    except FileNotFoundError:
-        return []
-    return sorted(found, key=step_of, reverse=True)
+    def open(self, name: str) -> tuple[io.BufferedIOBase, int]:
+        """Open a file for reading; return it and its size in bytes. ValueError: it is no regular file."""
+        file = open_regular(self.at(name))
+        return file, os.fstat(file.fileno()).st_size
+
+    def put(self, name: str, write: Callable[[BinaryIO], None], mode: int | None) -> None:
+        """Let `write` write a file, see `write_file`."""
+        write_file(self.at(name), write, mode)
+
+    def delete(self, name: str) -> None:
+        """Delete a file, unless another process has done so."""
+        self.at(name).unlink(missing_ok=True)
+
+    def prepare(self) -> None:
+        """Make the folder, and delete what writers that have ended have left unfinished."""
+        make_folder(self._path)
+        remove_unfinished(self._path)
+
+    def check_writable(self) -> None:
+        """Make the folder, and write a file without a name."""
+        make_folder(self._path)
+        with tempfile.TemporaryFile(dir=self._path):
+            pass
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -111,7 +122,6 @@ def write_file(path: Path, write: Callable[[BinaryIO], None], mode: int | None =
         may_fail(RENAME)
         temporary.replace(path)
     _sync_folder(path.parent)
-    config.note(f"checkpoint {path}")
 
 
 def _mode_of(path: Path) -> int | None:
@@ -168,17 +178,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_writable(folder: Path) -> None:
-    """Make a folder and check that it is writable.
-
-    Raises:
-        OSError: it is not.
-    """
-    make_folder(folder)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
 # --- removing -----------------------------------------------------------------------------------------
 
 
@@ -199,13 +198,3 @@ def _remove_unless_locked(path: Path) -> None:
         path.unlink()
     finally:
         os.close(descriptor)
-
-
-def remove_older(newest: Path, keep_last: int) -> None:
-    """Remove all but `keep_last` of the checkpoints up to and including `newest`.
-
-    Those of later steps belong to another run, and stay. So does what is no file, whatever its name.
-    """
-    upto = [path for path in checkpoints_in(newest.parent) if step_of(path) <= step_of(newest)]
-    for path in [path for path in upto if path.is_file()][keep_last:]:
-        path.unlink(missing_ok=True)

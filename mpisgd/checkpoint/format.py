@@ -11,18 +11,15 @@ with eight zeros in its own place. So every byte of the file is covered, and a r
 """
 
 import io
-import os
 import struct
 import zlib
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from mpisgd.arguments import printable
-from mpisgd.checkpoint import files
 from mpisgd.checkpoint.header import (
     MAX_HEADER_BYTES,
     MIN_HEADER_BYTES,
@@ -32,6 +29,7 @@ from mpisgd.checkpoint.header import (
     parse_header,
 )
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode, tensor_names
+from mpisgd.checkpoint.storage import Location, Storage
 from mpisgd.collectives.objects import Allocate
 from mpisgd.errors import CheckpointDamaged
 
@@ -76,12 +74,13 @@ def write(file: BinaryIO, document: Document, tensors: Mapping[str, Tensor]) -> 
 
 
 def read(
-    path: Path, objects: Collection[str] = (), empty: Allocate | None = None
+    storage: Storage, name: str, objects: Collection[str] = (), empty: Allocate | None = None
 ) -> tuple[Document, dict[str, Tensor]]:
     """Return what is in a checkpoint, after every byte of it was checked.
 
     Args:
-        path: the file.
+        storage: where it is.
+        name: of the file.
         objects: of which the tensors are wanted; those of plain values and of the generators always are.
         empty: makes their memory; ordinary one by default.
 
@@ -89,8 +88,10 @@ def read(
         CheckpointDamaged: it is not what was written; says what is wrong.
         OSError: it cannot be read.
     """
-    with _opened(path) as file:
-        document, entries = _read_header(file, path)
+    path = storage.at(name)
+    file, size = _opened(storage, name)
+    with file:
+        document, entries = _read_header(file, size, path)
         wanted = _wanted(document, entries, objects, path)
         rooms = (_room(entry, empty) if entry.name in wanted else None for entry in entries)
         found = {
@@ -100,15 +101,14 @@ def read(
     return document, {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _opened(path: Path) -> io.BufferedReader:
+def _opened(storage: Storage, name: str) -> tuple[io.BufferedIOBase, int]:
     try:
-        return files.open_regular(path)
+        return storage.open(name)
     except ValueError as exc:
-        raise CheckpointDamaged(printable(f"{path} is no checkpoint: {exc}")) from exc
+        raise CheckpointDamaged(printable(f"{storage.at(name)} is no checkpoint: {exc}")) from exc
 
 
-def _read_header(file: io.BufferedReader, path: Path) -> tuple[Document, list[Entry]]:
-    size = os.fstat(file.fileno()).st_size
+def _read_header(file: io.BufferedIOBase, size: int, path: Location) -> tuple[Document, list[Entry]]:
     length = int.from_bytes(file.read(8), "little")
     if not MIN_HEADER_BYTES < length <= min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointDamaged(
@@ -121,7 +121,7 @@ def _read_header(file: io.BufferedReader, path: Path) -> tuple[Document, list[En
     return document, entries
 
 
-def _wanted(document: Document, entries: list[Entry], objects: Collection[str], path: Path) -> set[str]:
+def _wanted(document: Document, entries: list[Entry], objects: Collection[str], path: Location) -> set[str]:
     """Return which tensors are to be kept, once all trees can be decoded, with tensors as in this file."""
     alike = {entry.name: torch.zeros((), dtype=entry.dtype).expand(entry.shape) for entry in entries}
     names = [name for name, kind in document.kinds.items() if kind == "value" or name in objects]
@@ -142,13 +142,15 @@ def _room(entry: Entry, empty: Allocate | None) -> Tensor:
     return torch.empty(entry.shape, dtype=entry.dtype)
 
 
-def _read_tensor(file: io.BufferedReader, path: Path, entry: Entry, tensor: Tensor | None) -> Tensor | None:
+def _read_tensor(
+    file: io.BufferedIOBase, path: Location, entry: Entry, tensor: Tensor | None
+) -> Tensor | None:
     """Read one tensor into its memory, if it is to be kept, and check it."""
     if tensor is not None:
-        _read_into(file, _memory(tensor))
+        _read_into(file, path, _memory(tensor))
         found = zlib.crc32(_memory(tensor))
     else:
-        found = _skim(file, entry.nbytes)
+        found = _skim(file, path, entry.nbytes)
     if found != entry.crc32:
         raise CheckpointDamaged(
             printable(f"{path} is damaged: {entry.name} has checksum {found:08x}, not {entry.crc32:08x}")
@@ -156,16 +158,18 @@ def _read_tensor(file: io.BufferedReader, path: Path, entry: Entry, tensor: Tens
     return tensor
 
 
-def _skim(file: io.BufferedReader, nbytes: int) -> int:
+def _skim(file: io.BufferedIOBase, path: Location, nbytes: int) -> int:
     """Return the checksum of the next bytes."""
     crc32, buffer = 0, memoryview(bytearray(min(nbytes, CHUNK_BYTES)))
     for begin in range(0, nbytes, CHUNK_BYTES):
         part = buffer[: nbytes - begin]
-        _read_into(file, part)
+        _read_into(file, path, part)
         crc32 = zlib.crc32(part, crc32)
     return crc32
 
 
-def _read_into(file: io.BufferedReader, memory: memoryview) -> None:
-    if file.readinto(memory) < len(memory):
-        raise CheckpointDamaged(f"{file.name} ends too early: another process is writing it")
+def _read_into(file: io.BufferedIOBase, path: Location, memory: memoryview) -> None:
+    while memory:
+        if (num_read := file.readinto(memory)) == 0:
+            raise CheckpointDamaged(f"{path} ends too early: another process is writing it")
+        memory = memory[num_read:]

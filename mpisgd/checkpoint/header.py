@@ -8,7 +8,6 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from mpisgd.arguments import printable, shown
 from mpisgd.checkpoint.serialization import MAX_DEPTH, MAX_DIMS, WRONG_TREE
+from mpisgd.checkpoint.storage import Location
 from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointDamaged, CheckpointError
 
@@ -113,7 +113,7 @@ def _check_amount(text: bytes) -> None:
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def parse_header(header: bytes, path: Path) -> tuple[Document, list[Entry]]:
+def parse_header(header: bytes, path: Location) -> tuple[Document, list[Entry]]:
     """Return the document and the tensors, in the order of the data.
 
     Args:

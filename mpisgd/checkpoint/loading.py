@@ -13,6 +13,7 @@ from mpisgd.checkpoint import format, rank_state, rng_state
 from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen, read_whole
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode
 from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
+from mpisgd.checkpoint.storage import Location, as_location, find
 from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -31,12 +32,12 @@ class Loaded(dict[str, Any]):
     """The plain values of a checkpoint, by name.
 
     Attributes:
-        path: of the file, on the host of the first rank.
+        path: of the file, on the host of the first rank; a URL is a str.
         step: its number.
         ranks: the number of ranks that saved it.
     """
 
-    def __init__(self, path: Path, step: int, ranks: int, values: dict[str, Any]) -> None:
+    def __init__(self, path: Location, step: int, ranks: int, values: dict[str, Any]) -> None:
         super().__init__(values)
         self.path, self.step, self.ranks = path, step, ranks
 
@@ -44,7 +45,7 @@ class Loaded(dict[str, Any]):
         return f"Loaded({str(self.path)!r}, step={self.step}, ranks={self.ranks}, {super().__repr__()})"
 
 
-def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Path | None:
+def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Location | None:
     """Return the newest intact checkpoint of a folder, the same on every rank; None if there is none.
 
     Collective. The first rank reads it and compares the checksums. It skips damaged files and prints a line
@@ -57,10 +58,10 @@ def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Pat
     Raises:
         CheckpointError: the folder cannot be read, or is not shared between the hosts; on every rank.
     """
-    group, folder = group_or_world(group), as_path("checkpoint.latest", "folder", folder)
+    group, folder = group_or_world(group), as_location("checkpoint.latest", "folder", folder)
     seen = newest_seen(group, "checkpoint.latest", folder)
 
-    def choose() -> Path | None:
+    def choose() -> Location | None:
         found = newest_intact(folder, seen or [], ())
         return None if found is None else found.path
 
@@ -81,7 +82,8 @@ def load(
     access to the file. The number of ranks may differ from that at the save. Nothing in the file is executed.
 
     Args:
-        path: a checkpoint, or a folder, of which the newest intact one is loaded; see `latest`.
+        path: a checkpoint, or a folder, of which the newest intact one is loaded; see `latest`. Or its URL,
+            see `save`.
         rng: also restore the random number generators of each rank, if they were saved. Ranks without a saved
             state get generators seeded by the saved states and their rank.
         group: defaults to all processes of the job.
@@ -98,7 +100,7 @@ def load(
 
     Cost: one broadcast of the bytes that are loaded, which are in memory twice for a moment.
     """
-    path = as_path("checkpoint.load", "path", path)
+    path = as_location("checkpoint.load", "path", path)
     check_flag("checkpoint.load", "rng", rng)
     folder = None if scratch is None else as_path("checkpoint.load", "scratch", scratch)
     for name, value in objects.items():
@@ -135,7 +137,7 @@ def _memory(group: Group, folder: Path | None) -> Allocate:
 
 
 def _fetch(
-    group: Group, path: Path, objects: Mapping[str, Any], empty: Allocate
+    group: Group, path: Location, objects: Mapping[str, Any], empty: Allocate
 ) -> tuple[Found, rank_state.OfRanks]:
     """Return the same checkpoint on every rank, and on the root what belongs to each of them. Collective."""
     seen = newest_seen(group, "checkpoint.load", path)
@@ -159,11 +161,12 @@ def _fetch(
     return found._replace(tensors=tensors), of_ranks
 
 
-def _read(path: Path, seen: list[Any], objects: Mapping[str, Any], empty: Allocate) -> Found:
+def _read(path: Location, seen: list[Any], objects: Mapping[str, Any], empty: Allocate) -> Found:
     """Read the file, or the newest intact one of the folder. On the root."""
     wanted = rank_state.WithRanks(objects)
-    if path.exists() and not path.is_dir():
-        found: Found | None = read_whole(path, wanted, empty)
+    storage, name = find(path)
+    if name is not None:
+        found: Found | None = read_whole(storage, name, wanted, empty)
     else:
         found = newest_intact(path, seen, wanted, empty)
     if found is None:

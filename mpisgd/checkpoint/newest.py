@@ -2,15 +2,15 @@
 
 import sys
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
 from mpisgd.arguments import printable
-from mpisgd.checkpoint import files, format, rng_state
+from mpisgd.checkpoint import format, rng_state
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode
 from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
+from mpisgd.checkpoint.storage import Location, Storage, checkpoints_in, step_of, storage_at
 from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -22,7 +22,7 @@ __all__ = ["Found", "newest_intact", "newest_seen", "read_whole"]
 class Found(NamedTuple):
     """A checkpoint that was read and is intact."""
 
-    path: Path
+    path: Location
     document: format.Document
     tensors: dict[str, Tensor]
 
@@ -34,28 +34,29 @@ class Seen(NamedTuple):
     step: int
 
 
-def newest_seen(group: Group, kind: str, folder: Path) -> list[Seen] | None:
+def newest_seen(group: Group, kind: str, folder: Location) -> list[Seen] | None:
     """Return what each host sees in the folder, on the root; None elsewhere. Collective."""
     where = group.topology
     step = -1
     if where.local_rank == 0:
         try:
-            step = _newest_step(folder)
+            step = _newest_step(storage_at(folder))
         except OSError:
             step = -1  # the root says what is wrong
     seen = Seen(where.hostnames[where.node_rank], step)
     return gather_at_root(group, Operation(kind, root=ROOT, extra="newest"), seen)
 
 
-def _newest_step(folder: Path) -> int:
-    return max(map(files.step_of, files.checkpoints_in(folder)), default=-1)
+def _newest_step(storage: Storage) -> int:
+    return max(map(step_of, checkpoints_in(storage)), default=-1)
 
 
-def read_whole(path: Path, objects: Collection[str], empty: Allocate | None) -> Found:
+def read_whole(storage: Storage, name: str, objects: Collection[str], empty: Allocate | None) -> Found:
     """Read a checkpoint of which everything but the state of the objects is what `save` writes. On the root.
 
     Args:
-        path: of the file.
+        storage: where it is.
+        name: of the file.
         objects: as for `format.read`.
         empty: likewise.
 
@@ -63,7 +64,8 @@ def read_whole(path: Path, objects: Collection[str], empty: Allocate | None) -> 
         CheckpointDamaged: it is not.
         OSError: it cannot be read.
     """
-    found = Found(path, *format.read(path, objects, empty))
+    path = storage.at(name)
+    found = Found(path, *format.read(storage, name, objects, empty))
     try:
         rng_state.check([decode(tree, found.tensors) for tree in found.document.rng])
     except WRONG_TREE as exc:
@@ -74,7 +76,7 @@ def read_whole(path: Path, objects: Collection[str], empty: Allocate | None) -> 
 
 
 def newest_intact(
-    folder: Path, seen: list[Seen], objects: Collection[str], empty: Allocate | None = None
+    folder: Location, seen: list[Seen], objects: Collection[str], empty: Allocate | None = None
 ) -> Found | None:
     """Read the newest intact checkpoint; print which ones were skipped, and why. On the root.
 
@@ -88,22 +90,23 @@ def newest_intact(
         CheckpointError: another host sees a newer one, so the folder is not shared.
         OSError: the folder cannot be read.
     """
-    _check_shared(folder, seen)
-    for path in files.checkpoints_in(folder):
+    storage = storage_at(folder)
+    _check_shared(folder, storage, seen)
+    for name in checkpoints_in(storage):
         try:
-            return read_whole(path, objects, empty)
+            return read_whole(storage, name, objects, empty)
         except CheckpointDamaged as exc:
             reason = str(exc)
         except OSError as exc:
-            reason = printable(f"{path} cannot be read: {exc.strerror or exc}")
+            reason = printable(f"{storage.at(name)} cannot be read: {exc.strerror or exc}")
         print(f"mpisgd: checkpoint passed over: {reason}", file=sys.stderr, flush=True)
     return None
 
 
-def _check_shared(folder: Path, seen: list[Seen]) -> None:
+def _check_shared(folder: Location, storage: Storage, seen: list[Seen]) -> None:
     here, newest = seen[ROOT], max(seen, key=lambda one: one.step)
     if newest.step > here.step:  # or it was written after this rank had looked, and before another one did
-        here = here._replace(step=max(here.step, _newest_step(folder)))
+        here = here._replace(step=max(here.step, _newest_step(storage)))
     if newest.step > here.step:
         ours = f"none newer than step {here.step}" if here.step >= 0 else "none"
         raise CheckpointError(

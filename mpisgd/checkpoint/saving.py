@@ -4,15 +4,16 @@ import hashlib
 import operator
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpisgd.arguments import as_index, as_path, check_flag, has_state_dict, shown
-from mpisgd.checkpoint import files, format, rank_state, rng_state
+from mpisgd import config
+from mpisgd.arguments import as_index, check_flag, has_state_dict, shown
+from mpisgd.checkpoint import format, rank_state, rng_state
 from mpisgd.checkpoint.serialization import Encoded, encode
 from mpisgd.checkpoint.shared_errors import ROOT, at_root, gather_at_root, merge_problems
+from mpisgd.checkpoint.storage import Location, as_location, name_of, remove_older, storage_at
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.dtypes import SAFETENSORS_DTYPES
@@ -41,7 +42,7 @@ def save(
     mode: int | None = None,
     group: Group | None = None,
     **state: Any,
-) -> Path:
+) -> Location:
     """Write a checkpoint; when this returns, it is complete and on the disk.
 
     Collective: all ranks of `group` call it with the same step and the same names. The state is that of the
@@ -50,18 +51,20 @@ def save(
     the optimizer's state where the ranks' models differ.
 
     Args:
-        folder: made if need be; the file in it is `step-00000300.safetensors`.
+        folder: made if need be; the file in it is `step-00000300.safetensors`. A URL, such as
+            "s3://bucket/runs/a", is written to by fsspec's file system of its protocol, which the first rank
+            must be able to use; a file there appears at once, too.
         step: its number; the largest is the newest. A file of the same step is replaced.
         keep_last: how many checkpoints up to this step to keep; older ones are removed after the write.
         rng: also save the random number generators (torch, numpy, Python) of each rank.
-        mode: permissions of the file, such as 0o600; by default those of the file that is replaced, or what
-            the umask leaves.
+        mode: permissions of a file in a folder, such as 0o600; by default those of the file that is replaced,
+            or what the umask leaves.
         group: defaults to all processes of the job.
         state: by name, objects that have `state_dict()` and `load_state_dict()`, or plain data: numbers,
             strings, None, tensors, arrays, and lists, tuples, sets and dicts of them.
 
     Returns:
-        The file, on every rank.
+        The path of the file, or its URL as a str, on every rank.
 
     Raises:
         InvalidArgument: an invalid argument; found locally, before anything is sent.
@@ -74,8 +77,8 @@ def save(
     """
     group = group_or_world(group)
     check_flag(KIND, "rng", rng)
-    check_mode(KIND, mode)
     folder = check_save_arguments(KIND, folder, step, keep_last, state)
+    check_mode(KIND, mode, folder)
     content = collect(group, step, state, rng=rng)
     operation = Operation(KIND, root=ROOT, extra="written")
     return at_root(group, operation, lambda: to_disk(folder, content, keep_last, mode))
@@ -83,9 +86,9 @@ def save(
 
 def check_save_arguments(
     kind: str, folder: object, step: object, keep_last: object, state: Mapping[str, Any]
-) -> Path:
+) -> Location:
     """Return the folder, or raise InvalidArgument."""
-    path = as_path(kind, "folder", folder)
+    path = as_location(kind, "folder", folder)
     try:
         is_count = as_index(step) >= 0
     except TypeError:
@@ -101,8 +104,10 @@ def check_save_arguments(
     return path
 
 
-def check_mode(kind: str, mode: object) -> None:
+def check_mode(kind: str, mode: object, folder: Location) -> None:
     """Raise InvalidArgument unless `mode` is None or permissions that let the owner read and write."""
+    if mode is not None and isinstance(folder, str):
+        raise InvalidArgument(f"{kind}: mode={shown(mode)}; what is at a URL has no permissions of files")
     if mode is not None and (type(mode) is not int or not 0o600 <= mode <= 0o777):
         raise InvalidArgument(
             f"{kind}: mode={shown(mode)}; expected permissions with which the owner can read and write, such "
@@ -192,21 +197,21 @@ def _check_reports(group: Group, reports: list[_Report] | None) -> bool:
     return any(each.has_own for each in reports)
 
 
-def to_disk(folder: Path, content: Content | None, keep_last: int | None, mode: int | None) -> Path:
+def to_disk(folder: Location, content: Content | None, keep_last: int | None, mode: int | None) -> Location:
     """Write a checkpoint and remove older ones. On the root.
 
     Raises:
         OSError: nothing was written.
     """
     assert content is not None
-    files.make_folder(folder)
-    files.remove_unfinished(folder)
-    path = files.path_of(folder, content.document.step)
+    storage, name = storage_at(folder), name_of(content.document.step)
+    storage.prepare()
     plain = {  # contiguous memory of the CPU; no copy where it is that already
         name: tensor.resolve_conj().resolve_neg().cpu().contiguous()
         for name, tensor in content.tensors.items()
     }
-    files.write_file(path, lambda file: format.write(file, content.document, plain), mode)
+    storage.put(name, lambda file: format.write(file, content.document, plain), mode)
+    config.note(f"checkpoint {storage.at(name)}")
     if keep_last is not None:
-        files.remove_older(path, keep_last)
-    return path
+        remove_older(storage, name, keep_last)
+    return storage.at(name)

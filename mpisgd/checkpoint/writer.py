@@ -3,16 +3,15 @@
 import operator
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import check_flag, shown
-from mpisgd.checkpoint import files
 from mpisgd.checkpoint.saving import Content, check_mode, check_save_arguments, collect, to_disk
 from mpisgd.checkpoint.shared_errors import ROOT, at_root
+from mpisgd.checkpoint.storage import Location, storage_at
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
@@ -64,7 +63,7 @@ class Writer:
     ) -> None:
         self.folder = check_save_arguments("checkpoint.Writer", folder, 0, keep_last, {"nothing": None})
         check_flag("checkpoint.Writer", "rng", rng)
-        check_mode("checkpoint.Writer", mode)
+        check_mode("checkpoint.Writer", mode, self.folder)
         if not isinstance(when_busy, str) or when_busy not in WHEN_BUSY:
             raise InvalidArgument(f"checkpoint.Writer: when_busy={shown(when_busy)}; expected wait or skip")
         self.keep_last = keep_last
@@ -75,9 +74,9 @@ class Writer:
         self._snapshot: dict[str, Tensor] = {}  # its memory is reused
         self._thread: InheritingThread | None = None
         self._failure: Exception | None = None
-        self._newest: Path | None = None
+        self._newest: Location | None = None
         probe = Operation("checkpoint.Writer", root=ROOT)
-        at_root(group_or_world(group), probe, lambda: files.make_writable(self.folder))
+        at_root(group_or_world(group), probe, lambda: storage_at(self.folder).check_writable())
 
     def save(self, step: int, **state: Any) -> bool:
         """Copy the state and start writing it. Collective.
@@ -108,7 +107,7 @@ class Writer:
             self._thread.start()
         return True
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Location | None:
         """Wait until nothing is being written; return the newest file, None if there is none. Collective.
 
         Raises:
@@ -127,7 +126,7 @@ class Writer:
         self._join()
         return True
 
-    def _join(self) -> Path | None:
+    def _join(self) -> Location | None:
         """Wait for the thread; return the newest file, or raise the thread's error, once."""
         if self._thread is not None:
             join(self._thread, None)

@@ -9,6 +9,7 @@ import pytest
 from launcher import run_python
 
 from mpisgd.checkpoint import format
+from mpisgd.checkpoint.files import Folder
 
 PROGRAM = str(Path(__file__).parent / "programs" / "offloaded.py")
 
@@ -29,7 +30,7 @@ def test_after_kill_9_in_a_step_the_folder_has_the_last_checkpoint_and_nothing_e
     assert done.returncode != 0
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("step-")
-    document, tensors = format.read(path, ["model", "optimizer"])
+    document, tensors = format.read(Folder(path.parent), path.name, ["model", "optimizer"])
     assert document.step < 50
     assert tensors
 

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from mpisgd.checkpoint import files
+from mpisgd.checkpoint.files import Folder
+from mpisgd.checkpoint.format import Document
+from mpisgd.checkpoint.saving import Content, to_disk
+from mpisgd.checkpoint.storage import checkpoints_in, name_of, remove_older, step_of
 from mpisgd.config import NOTES_VARIABLE
 
 
 def leave(folder: Path, *steps: int) -> None:
     for step in steps:
-        files.write_file(files.path_of(folder, step), lambda file: file.write(b"content"))
+        files.write_file(folder / name_of(step), lambda file: file.write(b"content"))
 
 
 def names(folder: Path) -> list[str]:
@@ -25,8 +29,8 @@ def test_the_newest_comes_first_and_other_files_do_not_matter(tmp_path):
     leave(tmp_path, 9, 100_000_000, 10)
     (tmp_path / "step-1.safetensors").touch()
     (tmp_path / "step-00000011.safetensors.bak").touch()
-    assert [files.step_of(path) for path in files.checkpoints_in(tmp_path)] == [100_000_000, 10, 9]
-    assert files.checkpoints_in(tmp_path / "nowhere") == []
+    assert list(map(step_of, checkpoints_in(Folder(tmp_path)))) == [100_000_000, 10, 9]
+    assert checkpoints_in(Folder(tmp_path / "nowhere")) == []
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -37,9 +41,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        files.write_file(files.path_of(tmp_path, 3), fail)
+        files.write_file(tmp_path / name_of(3), fail)
     assert names(tmp_path) == ["step-00000003.safetensors"]
-    assert files.path_of(tmp_path, 3).read_bytes() == b"content"
+    assert (tmp_path / name_of(3)).read_bytes() == b"content"
 
 
 def test_what_a_killed_writer_has_left_is_swept_up_and_what_is_being_written_is_not(tmp_path):
@@ -53,18 +57,18 @@ def test_what_a_killed_writer_has_left_is_swept_up_and_what_is_being_written_is_
 
 def test_the_last_ones_are_kept_and_those_of_later_steps(tmp_path):
     leave(tmp_path, 10, 20, 30, 40, 90)
-    files.remove_older(files.path_of(tmp_path, 40), 2)
-    assert [files.step_of(path) for path in files.checkpoints_in(tmp_path)] == [90, 40, 30]
+    remove_older(Folder(tmp_path), name_of(40), 2)
+    assert list(map(step_of, checkpoints_in(Folder(tmp_path)))) == [90, 40, 30]
 
 
 def test_who_has_started_the_job_is_told_of_a_checkpoint(tmp_path, monkeypatch):
     notes = tmp_path / "notes"
     monkeypatch.setenv(NOTES_VARIABLE, str(notes))
-    leave(tmp_path, 1)
+    to_disk(tmp_path, Content(Document(1, 1, {}, {}, []), {}), None, None)
     assert not notes.exists()  # another host
     notes.touch()
-    leave(tmp_path, 2)
-    assert notes.read_text() == f"checkpoint {files.path_of(tmp_path, 2)}\n"
+    to_disk(tmp_path, Content(Document(2, 1, {}, {}, []), {}), None, None)
+    assert notes.read_text() == f"checkpoint {tmp_path / name_of(2)}\n"
 
 
 def test_a_file_that_is_there_is_what_the_umask_allows(tmp_path):
@@ -73,12 +77,12 @@ def test_a_file_that_is_there_is_what_the_umask_allows(tmp_path):
         leave(tmp_path, 1)
     finally:
         os.umask(before)
-    assert files.path_of(tmp_path, 1).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / name_of(1)).stat().st_mode & 0o777 == 0o600
 
 
 def test_two_writers_of_one_step_do_not_remove_each_others_file(tmp_path):
     # A Writer's thread and `save` had one temporary name: each removed the other's file, nothing was saved.
-    path = files.path_of(tmp_path, 5)
+    path = tmp_path / name_of(5)
 
     def outer(file):
         file.write(b"outer")
@@ -131,7 +135,7 @@ def test_folders_above_a_new_one_are_synced_to_the_disk(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    files.make_writable(tmp_path / "runs" / "a")
+    Folder(tmp_path / "runs" / "a").check_writable()
     assert synced == [str(tmp_path), str(tmp_path / "runs")]
 
 
@@ -147,7 +151,7 @@ def test_folders_above_a_new_one_are_synced_to_the_disk(tmp_path, monkeypatch):
 )
 def test_permissions_are_those_asked_for_or_of_the_file_that_is_replaced(tmp_path, before, mode, after):
     # A file of 0600 became 0644 when its step was saved again.
-    path = files.path_of(tmp_path, 3)
+    path = tmp_path / name_of(3)
     umask = os.umask(0o022)
     try:
         if before is not None:
@@ -167,8 +171,8 @@ def test_permissions_are_those_asked_for_or_of_the_file_that_is_replaced(tmp_pat
 
 def test_a_folder_or_a_fifo_named_like_an_old_checkpoint_stays(tmp_path):
     # `keep_last` tried to unlink a folder: every save raised, and it took the place of a real checkpoint.
-    files.path_of(tmp_path, 15).mkdir()
-    os.mkfifo(files.path_of(tmp_path, 16))
+    (tmp_path / name_of(15)).mkdir()
+    os.mkfifo(tmp_path / name_of(16))
     leave(tmp_path, 10, 20, 30)
-    files.remove_older(files.path_of(tmp_path, 30), 2)
-    assert [files.step_of(path) for path in files.checkpoints_in(tmp_path)] == [30, 20, 16, 15]
+    remove_older(Folder(tmp_path), name_of(30), 2)
+    assert list(map(step_of, checkpoints_in(Folder(tmp_path)))) == [30, 20, 16, 15]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from reading import read_file
 
-from mpisgd.checkpoint.format import Document, read, write
+from mpisgd.checkpoint.format import Document, write
 from mpisgd.checkpoint.serialization import decode, encode
 from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointDamaged
@@ -32,7 +33,7 @@ def whole(tmp_path) -> Path:
 
 def test_all_dtypes_come_back_bit_by_bit(tmp_path):
     tensors = {name: torch.randint(0, 2, (3, 8)).to(dtype) for dtype, name in SAFETENSORS_DTYPES.items()}
-    document, found = read(leave(tmp_path / "all", **tensors, empty=torch.zeros(0, 2)))
+    document, found = read_file(leave(tmp_path / "all", **tensors, empty=torch.zeros(0, 2)))
     assert (document.step, document.ranks) == (7, 2)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
@@ -44,8 +45,8 @@ def test_only_what_is_wanted_is_kept(tmp_path):
     encoded = encode({"model": {"w": torch.ones(2)}, "value": torch.ones(3)})
     with path.open("wb", buffering=0) as file:
         write(file, Document(7, 2, encoded.tree, {"model": "object", "value": "value"}, []), encoded.tensors)
-    assert list(read(path)[1]) == ["value"]
-    assert sorted(read(path, {"model"})[1]) == ["model.w", "value"]
+    assert list(read_file(path)[1]) == ["value"]
+    assert sorted(read_file(path, {"model"})[1]) == ["model.w", "value"]
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(whole):
@@ -55,7 +56,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(whole):
         damaged[place] ^= 1 << random.Random(place).randrange(8)
         whole.write_bytes(damaged)
         with pytest.raises(CheckpointDamaged, match="whole"):
-            read(whole)
+            read_file(whole)
 
 
 def test_a_file_that_was_cut_short_or_goes_on_is_found(whole):
@@ -63,10 +64,10 @@ def test_a_file_that_was_cut_short_or_goes_on_is_found(whole):
     for length in range(len(content)):
         whole.write_bytes(content[:length])
         with pytest.raises(CheckpointDamaged, match="whole"):
-            read(whole)
+            read_file(whole)
     whole.write_bytes(content + b"\0")
     with pytest.raises(CheckpointDamaged):
-        read(whole)
+        read_file(whole)
 
 
 def test_the_damaged_tensor_is_named(whole):
@@ -74,7 +75,7 @@ def test_the_damaged_tensor_is_named(whole):
     content[-1] ^= 1  # float32 comes last
     whole.write_bytes(content)
     with pytest.raises(CheckpointDamaged, match="weight has checksum"):
-        read(whole)
+        read_file(whole)
 
 
 class Malicious:
@@ -90,15 +91,15 @@ def test_a_pickle_is_refused_and_not_executed(tmp_path):
     evil = pickle.dumps(Malicious(marker))
     path.write_bytes(evil)
     with pytest.raises(CheckpointDamaged):
-        read(path)
+        read_file(path)
     torch.save({"model": Malicious(marker)}, path)
     assert zipfile.is_zipfile(path)
     with pytest.raises(CheckpointDamaged):
-        read(path)
+        read_file(path)
     with path.open("wb", buffering=0) as file:  # a whole file of ours, with the pickle where it may be
         write(file, Document(1, 1, {"x": ["system", str(marker)]}, {"x": "value"}, []), {})
     with pytest.raises(CheckpointDamaged, match="system"):
-        read(path)
+        read_file(path)
     with pytest.raises(KeyError):
         decode(["system", str(marker)], {})
     assert not marker.exists()
@@ -107,4 +108,4 @@ def test_a_pickle_is_refused_and_not_executed(tmp_path):
 def test_other_programs_read_the_tensors(whole):
     safetensors = pytest.importorskip("safetensors.torch")
     found = safetensors.load_file(whole)
-    assert torch.equal(found["weight"], read(whole)[1]["weight"])
+    assert torch.equal(found["weight"], read_file(whole)[1]["weight"])

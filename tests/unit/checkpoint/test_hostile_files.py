@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from reading import read_file
 
 from mpisgd.checkpoint import files, rng_state
-from mpisgd.checkpoint.format import Document, read, write
+from mpisgd.checkpoint.format import Document, write
 from mpisgd.checkpoint.newest import Seen, newest_intact
 from mpisgd.checkpoint.serialization import decode, encode
+from mpisgd.checkpoint.storage import name_of
 from mpisgd.errors import CheckpointDamaged, CheckpointError
 
 DATA = struct.pack("<6f", *range(6))
@@ -65,7 +67,7 @@ def leave_good(folder: Path, step: int) -> None:
     rng = encode({"rng": [rng_state.capture()]})
     document = Document(step, 1, encoded.tree, {"model": "object", "epoch": "value"}, rng.tree["rng"][1:])
     tensors = {**encoded.tensors, **rng.tensors}
-    files.write_file(files.path_of(folder, step), lambda file: write(file, document, tensors))
+    files.write_file(folder / name_of(step), lambda file: write(file, document, tensors))
 
 
 def changed(*keys: Any, to: Any) -> Callable[[], dict[str, Any]]:
@@ -131,7 +133,7 @@ HOSTILE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def test_the_header_these_files_start_from_is_accepted(tmp_path):
-    document, tensors = read(plant(tmp_path / "x", header()), {"model"})
+    document, tensors = read_file(plant(tmp_path / "x", header()), {"model"})
     assert document.step == 7
     assert tensors["model.w"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -140,7 +142,7 @@ def test_the_header_these_files_start_from_is_accepted(tmp_path):
 def test_a_hostile_header_does_not_stop_a_resume(tmp_path, capfd, name):
     # Other exceptions than CheckpointDamaged came through: one such file stopped every resume.
     leave_good(tmp_path, 10)
-    planted = plant(files.path_of(tmp_path, 20), HOSTILE[name]())
+    planted = plant(tmp_path / name_of(20), HOSTILE[name]())
     for objects in ({"model"}, set()):  # as `load` and `latest` ask
         found = newest_intact(tmp_path, SEEN, objects)
         assert found is not None
@@ -158,7 +160,7 @@ def test_a_dtype_named_by_a_file_imports_nothing(tmp_path):
 def test_escape_sequences_in_names_do_not_reach_the_terminal(tmp_path, capfd):
     content = header()
     content["\x1b]0;title\x07\u202e\n"] = content.pop("model.w")
-    plant(files.path_of(tmp_path, 20), content)
+    plant(tmp_path / name_of(20), content)
     assert newest_intact(tmp_path, SEEN, set()) is None
     said = capfd.readouterr().err
     assert all(char.isprintable() for char in said.removesuffix("\n")), ascii(said)
@@ -194,7 +196,7 @@ def test_whatever_is_in_a_header_it_is_used_or_damaged(tmp_path):
         content.setdefault("document", {})
         path = plant(tmp_path / "x", content)
         try:
-            document, tensors = read(path, {"model"})
+            document, tensors = read_file(path, {"model"})
             for tree in document.state.values():
                 decode(tree, tensors)
             used += 1
@@ -214,7 +216,7 @@ def test_whatever_bytes_a_header_has_it_is_used_or_damaged(tmp_path):
         piece = draw.choice(["", "[", "{", '"', "\\", "9", "-", "\x00", "\ud7ff", "1e999", "\\ud800", ","])
         path = plant_text(tmp_path / "x", text[:place] + piece + text[place + draw.randrange(3) :])
         try:
-            read(path, {"model"})
+            read_file(path, {"model"})
         except CheckpointDamaged as exc:
             said.append(str(exc))
     assert len(said) > 1000
@@ -228,7 +230,7 @@ def test_a_small_header_does_not_take_much_memory(tmp_path):
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointDamaged, match="values, at most 4000000"):
-            read(path)
+            read_file(path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -242,13 +244,13 @@ def test_a_length_of_the_header_that_is_none_is_refused(tmp_path, length):
         file.write(struct.pack("<Q", length))
         file.truncate(2**28)  # without blocks on the disk
     with pytest.raises(CheckpointDamaged, match="header of"):
-        read(path)
+        read_file(path)
 
 
 def test_what_could_not_be_read_again_is_not_written(tmp_path):
     long = encode({"history": [0] * 4_000_001})
     document = Document(1, 1, long.tree, {"history": "value"}, [])
-    leave = files.path_of(tmp_path, 1)
+    leave = tmp_path / name_of(1)
     with pytest.raises(CheckpointError, match="save long lists as tensors"):
         files.write_file(leave, lambda file: write(file, document, {}))
     assert list(tmp_path.iterdir()) == []
@@ -260,17 +262,17 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path):
         deep = [deep]
     encoded = encode({"x": deep})
     files.write_file(leave, lambda file: write(file, Document(1, 1, encoded.tree, {"x": "value"}, []), {}))
-    assert decode(read(leave)[0].state["x"], {}) == deep
+    assert decode(read_file(leave)[0].state["x"], {}) == deep
 
 
 def test_fifos_sockets_and_folders_do_not_block(tmp_path, capfd):
     # Opening a FIFO for reading waits for somebody who writes: rank 0 never came back.
     leave_good(tmp_path, 10)
-    os.mkfifo(files.path_of(tmp_path, 40))
-    files.path_of(tmp_path, 30).mkdir()
+    os.mkfifo(tmp_path / name_of(40))
+    (tmp_path / name_of(30)).mkdir()
     with socket.socket(socket.AF_UNIX) as end:
-        end.bind(os.path.relpath(files.path_of(tmp_path, 20)))
-        files.path_of(tmp_path, 15).symlink_to("/dev/zero")
+        end.bind(os.path.relpath(tmp_path / name_of(20)))
+        (tmp_path / name_of(15)).symlink_to("/dev/zero")
         found = newest_intact(tmp_path, SEEN, {"model"})
     assert found is not None
     assert found.document.step == 10
@@ -299,7 +301,7 @@ def test_generators_that_cannot_be_restored_are_found_before_anything_is_loaded(
     spoil(state)
     encoded = encode({"rng": [state], "epoch": 1})
     document = Document(20, 1, {"epoch": 1}, {"epoch": "value"}, encoded.tree["rng"][1:])
-    files.write_file(files.path_of(tmp_path, 20), lambda file: write(file, document, encoded.tensors))
+    files.write_file(tmp_path / name_of(20), lambda file: write(file, document, encoded.tensors))
     found = newest_intact(tmp_path, SEEN, set())
     assert found is not None
     assert found.document.step == 10

@@ -77,7 +77,7 @@ def tell_the_first_rank_alone(monkeypatch):
 
 
 def take_no_notice(monkeypatch):
-    def write(path, write, mode=None):
+    def write(path, write, mode):
         with contextlib.suppress(OSError):
             write_file(path, write, mode)
 
