@@ -61,6 +61,7 @@ class ExceptHook:
         self._abort = abort
         self._progress = progress
         self._pid = os.getpid()
+        self._is_removed = False
         self._exit: tuple[int, int] = (0, 0)  # the code that was given to `sys.exit`, and the progress then
         self._communicator = communicator
         self._topology = topology
@@ -68,12 +69,14 @@ class ExceptHook:
 
     def install(self) -> None:
         """Take over `sys.excepthook`, `threading.excepthook` and `sys.exit`."""
+        self._is_removed = False
         self._previous_exit, sys.exit = sys.exit, self._on_exit
         self._previous, self._previous_in_threads = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._on_uncaught, self._on_uncaught_in_thread
 
     def remove(self) -> None:
-        """Give the hooks back, unless someone else has taken them since."""
+        """Give the hooks back; where someone else has taken them since, ours only pass on from now on."""
+        self._is_removed = True
         if sys.excepthook == self._on_uncaught:
             sys.excepthook = self._previous
         if threading.excepthook == self._on_uncaught_in_thread:
@@ -95,12 +98,16 @@ class ExceptHook:
         return code if progress == self._progress() else 0
 
     def _on_uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        note_failed_thread(args)
+        if not self._is_removed:
+            note_failed_thread(args)
         self._previous_in_threads(args)
 
     def _on_uncaught(
         self, kind: type[BaseException], exc: BaseException, trace: TracebackType | None
     ) -> None:
+        if self._is_removed:
+            self._previous(kind, exc, trace)
+            return
         if os.getpid() != self._pid:  # a child that was forked: its end is not the job's
             self._previous(kind, exc, trace)
             sys.stdout.flush()

@@ -33,6 +33,7 @@ class FaultReport:
         self._is_needed = size > 1
         self._enabled = False
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def install(self) -> None:
         """Have faults reported from now on."""
@@ -43,11 +44,14 @@ class FaultReport:
                 faulthandler.enable()  # on a standard error that is a file
                 self._enabled = True
         wait = FunctionType(_wait.__code__.replace(co_filename=self._name), _wait.__globals__)
-        threading.Thread(target=wait, args=(self._ended,), name=THREAD, daemon=True).start()
+        self._thread = threading.Thread(target=wait, args=(self._ended,), name=THREAD, daemon=True)
+        self._thread.start()
 
     def remove(self) -> None:
         """Leave faults to the program again."""
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._enabled:
             faulthandler.disable()
             self._enabled = False

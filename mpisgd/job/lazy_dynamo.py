@@ -15,6 +15,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
+from mpisgd.job.process_changes import changes
+
 __all__ = ["defer_import"]
 
 COMPILER = "torch._dynamo"
@@ -37,6 +39,13 @@ def defer_import() -> None:
         step: Any = vars(optimizer).get("step")
         if getattr(step, "__code__", None) is _code_of_steps():
             optimizer.step = _without_compiler(step)  # type: ignore[method-assign]
+            changes.callback(_give_back, optimizer, optimizer.step, step)
+
+
+def _give_back(optimizer: type[Optimizer], ours: Function, step: Function) -> None:
+    """Let an optimizer have its step again, unless it has another one by now."""
+    if vars(optimizer).get("step") is ours:
+        optimizer.step = step  # type: ignore[method-assign]
 
 
 def _call_directly(method: Function) -> None:
@@ -52,6 +61,12 @@ def _call_directly(method: Function) -> None:
         return method(*args, **kwargs)
 
     vars(function)[CACHE] = untraced
+    changes.callback(_forget, function, untraced)
+
+
+def _forget(function: Function, untraced: Function) -> None:
+    if vars(function).get(CACHE) is untraced:
+        del vars(function)[CACHE]
 
 
 def _without_compiler(step: Function) -> Function:

@@ -17,6 +17,7 @@ from mpisgd.job.job_of_thread import PROCESS, job_place
 from mpisgd.job.lazy_dynamo import defer_import
 from mpisgd.job.malloc_settings import keep_freed_memory, return_freed_memory
 from mpisgd.job.mpi_settings import mpi_defaults, set_mpi_defaults
+from mpisgd.job.process_changes import changes, freeze_modules, publish_rank
 from mpisgd.job.quiesce import end_operations
 from mpisgd.job.stale_files import remove_stale_files
 from mpisgd.job.startup import (
@@ -71,7 +72,9 @@ def init(
     whole job, with one traceback. Where the user has set nothing, this sets: waiting ranks yield when there
     are more ranks than cores, no one-sided communication over UCX, no search for a network that is not there,
     torch's threads = cores / ranks on this host, and the current GPU = local rank modulo the number of GPUs.
-    Until something imports `torch._dynamo`, torch's optimizers do without it.
+    Until something imports `torch._dynamo`, torch's optimizers do without it. Under a launcher, RANK,
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set if they are not, and what exists by now is exempt from
+    garbage collection (`gc.freeze`). `shutdown()` undoes this, but for what MPI and the GPU have been told.
 
     Args:
         comm: an mpi4py communicator of the ranks that take part, duplicated; default MPI.COMM_WORLD.
@@ -148,6 +151,8 @@ def _start(
     # By the first rank's wish: not every launcher hands it to all.
     if (path := next((path for _, path, _ in wishes if path), None)) is not None:
         tracing.start_recorder(path, job.world)
+    publish_rank()
+    freeze_modules()
     start_counting()
     start_step_log(communicator.rank, communicator.size)
     if job.complaint:
@@ -254,7 +259,8 @@ def shutdown() -> None:
     """Leave the job's world: finish queued operations, wait until all ranks leave too, free everything.
 
     Collective. Called automatically at exit. MPI runs on until the process ends, and `init()` may be called
-    again. What the C library has kept of freed memory is returned to the system.
+    again. What the C library has kept of freed memory is returned to the system, and what `init()` has
+    changed of the process is as before.
 
     Raises:
         CollectiveMismatch: another rank is not leaving but in the middle of an operation.
@@ -290,6 +296,7 @@ def shutdown() -> None:
     if job.console is not None:
         job.console.close()
         return_freed_memory()
+        changes.close()
     _remove_hooks(job)
     place.job, place.ended = None, job
 
@@ -312,6 +319,7 @@ def _at_exit() -> None:
     if job is None or job.hooks is None or job.world.pid != os.getpid():
         return
     consistency.exit_code = job.hooks.exit_code()
+    changes.pop_all()  # what ends needs nothing back, and frozen modules are not searched for garbage
     try:
         shutdown()  # unless the program has done so
     except MpisgdError as exc:  # MPI's own finalize would wait for ever for what is in flight

@@ -11,6 +11,7 @@ from mpisgd import config
 from mpisgd.arguments import check_flag, check_positive, check_timeout, shown
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
+from mpisgd.job.process_changes import changes
 from mpisgd.standard_error import print_to_user
 
 if TYPE_CHECKING:
@@ -125,8 +126,17 @@ def share_threads(communicator: "Communicator", where: Topology, num_threads: in
         torch.get_num_threads(), where.local_size, config.available_cores()
     )
     shared = min(communicator.all_gather_object(wanted))
-    if shared != torch.get_num_threads():
+    if shared != (before := torch.get_num_threads()):
         torch.set_num_threads(shared)
+        changes.callback(_give_threads_back, before, shared)
+
+
+def _give_threads_back(before: int, shared: int) -> None:
+    """Let torch have as many threads as before `share_threads`, unless the program has set a number since."""
+    import torch
+
+    if torch.get_num_threads() == shared:
+        torch.set_num_threads(before)
 
 
 def warn_of_late_defaults(library: str, defaults: dict[str, str], rank: int) -> None:

@@ -116,9 +116,8 @@ def never_compiled(cls: C) -> C:
     return cls
 
 
-@functools.cache
-def keep_works_of_reducers() -> None:
-    """Let DDP's reducer keep the Python object of a work that it is handed.
+def keep_works_of_reducers() -> Callable[[], None]:
+    """Let DDP's reducer keep the Python object of a work that it is handed. Returns what undoes it.
 
     It keeps the C++ object alone. Without its Python object a work of ours has lost its `wait()`, and the
     reducer waits for ever: in DDP's `join(divide_by_initial_world_size=False)`.
@@ -131,11 +130,19 @@ def keep_works_of_reducers() -> None:
         works[reducer] = work
         original(reducer, work, use_static_world_size)
 
+    def give_back() -> None:
+        if reducers._set_forward_pass_work_handle is set_and_keep:
+            reducers._set_forward_pass_work_handle = original
+
     reducers._set_forward_pass_work_handle = set_and_keep
+    return give_back
 
 
-def take_over_rendezvous(scheme: str, backend: str, handler: RendezvousHandler) -> None:
-    """Let `handler` serve the calls for `backend` that name no rendezvous (torch takes env:// then)."""
+def take_over_rendezvous(scheme: str, backend: str, handler: RendezvousHandler) -> Callable[[], None]:
+    """Let `handler` serve the calls for `backend` that name no rendezvous (torch takes env:// then).
+
+    Returns what undoes it.
+    """
     # By this name, since torch.distributed has a function called like its module.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     original = handlers[scheme]
@@ -143,11 +150,21 @@ def take_over_rendezvous(scheme: str, backend: str, handler: RendezvousHandler) 
     def ours_or_original(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         return (handler if backend in _backend_asked_for() else original)(url, **kwargs)
 
+    def give_back() -> None:
+        if handlers[scheme] is ours_or_original:
+            handlers[scheme] = original
+
     handlers[scheme] = ours_or_original
+    return give_back
 
 
-def take_over_monitored_barrier(is_ours: Callable[[Any], bool], barrier: Callable[..., None]) -> None:
-    """Let `barrier` serve the groups that are ours: torch's own refuses every backend but gloo by name."""
+def take_over_monitored_barrier(
+    is_ours: Callable[[Any], bool], barrier: Callable[..., None]
+) -> Callable[[], None]:
+    """Let `barrier` serve the groups that are ours: torch's own refuses every backend but gloo by name.
+
+    Returns what undoes it.
+    """
     original = distributed_c10d.monitored_barrier
 
     @functools.wraps(original)
@@ -155,7 +172,12 @@ def take_over_monitored_barrier(is_ours: Callable[[Any], bool], barrier: Callabl
         asked = distributed_c10d.GroupMember.WORLD if group is None else group
         (barrier if is_ours(asked) else original)(group, *args, **kwargs)
 
+    def give_back() -> None:
+        if dist.monitored_barrier is distributed_c10d.monitored_barrier is ours_or_original:
+            dist.monitored_barrier = distributed_c10d.monitored_barrier = original
+
     dist.monitored_barrier = distributed_c10d.monitored_barrier = ours_or_original
+    return give_back
 
 
 def _backend_asked_for() -> str:

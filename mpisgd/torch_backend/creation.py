@@ -54,7 +54,6 @@ def create(options: Any, pg_options: Any = None) -> ProcessGroupMpisgd:
     """
     compat.check_version()
     mpisgd.init()
-    compat.keep_works_of_reducers()
     members = list(options.global_ranks_in_group or ())
     ranks = _job_ranks(members) if members else _agree_on_ranks(options.group_rank, options.group_size)
     timeout_s = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()

@@ -1,51 +1,51 @@
-"""What torch learns of mpisgd at its own import: a backend's name, rendezvous handlers, a barrier, the rank.
+"""What torch learns of mpisgd at its own import: the name of a backend, and a rendezvous handler.
 
 An error here would be an error of `import torch`, in programs that never heard of mpisgd: nothing is raised.
+Nothing else changes until a program names the backend; `mpisgd.shutdown()` undoes what changes then.
 """
 
-import gc
-import os
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any
 
-from mpisgd import config
 from mpisgd.config import BACKEND
 
-__all__ = ["BACKEND", "publish_rank", "register"]
+__all__ = ["BACKEND", "register"]
+
+# Names of the backend for devices, as torch spells them; others want `init_method="mpi://"`.
+WITH_DEVICES = (
+    "cpu:mpisgd",
+    "cuda:mpisgd",
+    "cpu:mpisgd,cuda:mpisgd",
+    "cpu:mpisgd,cuda:nccl",
+    "cpu:gloo,cuda:mpisgd",
+)
+
+
+class _Name:
+    """A name of the backend, as an attribute of `torch.distributed.Backend`.
+
+    torch looks it up when a program names the backend, before it looks for the other ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> str:
+        """Return the name, and let torch go on with our rendezvous and our barrier."""
+        _take_over()
+        return self._name
 
 
 def register() -> None:
     """Make `init_process_group("mpisgd")` and `init_method="mpi://"` known; the entry point calls this.
 
-    Under mpirun it also sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are not set, as
-    torchrun does, for programs that read them, and keeps torch's own objects from the garbage collector.
     Starts no MPI. A second call does nothing.
     """
     try:
-        publish_rank(os.environ)
         _register()
-        if config.is_launched():
-            _freeze_modules()
     except Exception as exc:
         warnings.warn(f"mpisgd could not register its torch.distributed backend: {exc!r}", RuntimeWarning, 2)
-
-
-def publish_rank(env: MutableMapping[str, str]) -> None:
-    """Put the launcher's ranks where torchrun puts its own; where torchrun has been, they stay."""
-    found = config.torchrun_variables(env)
-    if all(env.get(name, value) == value for name, value in found.items()):
-        env.update(found)
-
-
-def _freeze_modules() -> None:
-    """Exempt what exists by now, torch's modules, from garbage collection.
-
-    These 160,000 objects live as long as the process. The collector would go through them in the middle of
-    training, and several times at the end of the process: 0.4 s on every rank.
-    """
-    if not gc.get_freeze_count():
-        gc.freeze()
 
 
 def _register() -> None:
@@ -55,17 +55,38 @@ def _register() -> None:
         return
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    from mpisgd.torch_backend.compat import (
-        opt_out_of_flight_recorder,
-        take_over_monitored_barrier,
-        take_over_rendezvous,
-    )
-
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    for name in (BACKEND, *WITH_DEVICES):
+        setattr(dist.Backend, name.upper(), _Name(name))
     register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]
-    opt_out_of_flight_recorder(BACKEND)
-    take_over_rendezvous("env", BACKEND, _rendezvous)
-    take_over_monitored_barrier(lambda group: hasattr(group, "mpisgd_group"), _monitored_barrier)
+
+
+_is_taken_over = False
+
+
+def _take_over() -> None:
+    """Change of torch what the backend needs, until `mpisgd.shutdown()`."""
+    from mpisgd.job.process_changes import changes
+    from mpisgd.torch_backend import compat
+
+    global _is_taken_over
+    if _is_taken_over:
+        return
+    _is_taken_over = True
+    changes.callback(_note_given_back)
+    compat.opt_out_of_flight_recorder(BACKEND)
+    changes.callback(compat.take_over_rendezvous("env", BACKEND, _rendezvous))
+    changes.callback(compat.take_over_monitored_barrier(_is_ours, _monitored_barrier))
+    changes.callback(compat.keep_works_of_reducers())
+
+
+def _is_ours(group: Any) -> bool:
+    return hasattr(group, "mpisgd_group")
+
+
+def _note_given_back() -> None:
+    global _is_taken_over
+    _is_taken_over = False
 
 
 def _create(options: Any, pg_options: Any) -> Any:

@@ -116,7 +116,11 @@ def case_class(module: ModuleType, rank: int, size: int) -> type[unittest.TestCa
 
 def tests() -> in_job.Tests:
     """All tests of the module by their names."""
-    import torch.distributed as dist  # under mpirun this sets RANK and WORLD_SIZE
+    import torch.distributed as dist
+
+    import mpisgd
+
+    mpisgd.init()  # under mpirun this sets RANK and WORLD_SIZE
 
     assert dist.is_available()
     warnings.simplefilter("ignore")

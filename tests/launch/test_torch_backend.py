@@ -48,6 +48,9 @@ def test_every_way_to_begin_and_to_begin_again(start):
         import torch, sys
         assert "mpi4py" not in sys.modules  # `import torch` starts nothing
         import torch.distributed as dist
+        assert "RANK" not in os.environ
+        import mpisgd
+        mpisgd.init()  # for programs that read the variables before anything else
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         assert os.environ["LOCAL_RANK"] == str(rank) and os.environ["LOCAL_WORLD_SIZE"] == str(size)
 

@@ -1,60 +1,43 @@
-"""What happens inside everyone's `import torch`: names are registered, ranks published, nothing is raised."""
+"""What happens inside everyone's `import torch`: names are registered, nothing is raised."""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 
 import pytest
 import torch.distributed as dist
 
+from mpisgd.job.process_changes import changes
 from mpisgd.torch_backend import plugin
-
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-}
-AS_TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-
-
-def published(env: dict[str, str]) -> dict[str, str]:
-    """What is added to an environment."""
-    after = dict(env)
-    plugin.publish_rank(after)
-    return {name: value for name, value in after.items() if name not in env}
-
-
-def test_the_launchers_ranks_are_published_as_torchrun_does_it():
-    assert published(OPEN_MPI) == AS_TORCHRUN
-
-
-def test_what_agrees_is_completed():
-    assert published({**OPEN_MPI, "RANK": "3"}) == {k: v for k, v in AS_TORCHRUN.items() if k != "RANK"}
-
-
-@pytest.mark.parametrize("name", AS_TORCHRUN)
-def test_ranks_of_another_launcher_stay_and_are_not_mixed_with_ours(name):
-    """torchrun started by mpirun, once per host: its children are ranks of another job."""
-    assert published({**OPEN_MPI, name: "7"}) == {}
-
-
-def test_without_a_launcher_nothing_is_published():
-    assert published({"HOME": "/root"}) == {}
 
 
 def rendezvous_handlers() -> dict[str, object]:
     return sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
 
 
-def test_the_backend_and_two_ways_to_meet_are_known():
+def test_the_backend_and_its_rendezvous_are_known():
     plugin.register()
     assert plugin.BACKEND in dist.Backend.backend_list
-    assert dist.Backend("mpisgd") == "mpisgd"
     assert dist.Backend.backend_capability["mpisgd"] == ["cpu", "cuda"]
-    assert {"mpi", "env"} <= rendezvous_handlers().keys()
+    assert "mpi" in rendezvous_handlers()
+
+
+@pytest.mark.parametrize("name", ["mpisgd", "MPISGD", *plugin.WITH_DEVICES])
+def test_who_names_the_backend_gets_its_rendezvous_and_barrier_until_the_end(name):
+    before = (rendezvous_handlers()["env"], dist.monitored_barrier)
+    assert dist.Backend("gloo") == "gloo"
+    assert (rendezvous_handlers()["env"], dist.monitored_barrier) == before
+    try:
+        assert dist.Backend(name) == dist.Backend(name) == name.lower()
+        for now, then in zip((rendezvous_handlers()["env"], dist.monitored_barrier), before, strict=True):
+            assert now is not then
+    finally:
+        changes.close()
+    assert (rendezvous_handlers()["env"], dist.monitored_barrier) == before
+    assert dist.Backend("mpisgd")
+    assert dist.monitored_barrier is not before[1]
+    changes.close()
 
 
 def test_registering_again_changes_nothing():
@@ -78,17 +61,6 @@ def test_an_error_is_a_warning_in_programs_that_never_asked_for_us(monkeypatch):
     monkeypatch.setattr(plugin, "_register", broken)
     with pytest.warns(RuntimeWarning, match="could not register .*no such thing"):
         plugin.register()
-
-
-@pytest.mark.parametrize(("launched", "frozen_before", "times"), [(True, 0, 1), (True, 9, 0), (False, 0, 0)])
-def test_ranks_do_not_search_torchs_modules_for_garbage(monkeypatch, launched, frozen_before, times):
-    """Once, and only under a launcher."""
-    calls = []
-    monkeypatch.setattr(plugin.config, "is_launched", lambda: launched)
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen_before)
-    monkeypatch.setattr(gc, "freeze", lambda: calls.append(1))
-    plugin.register()
-    assert len(calls) == times
 
 
 @pytest.mark.parametrize("module", ["mpisgd.arguments", "mpisgd.dtypes", "mpisgd.errors"])
