@@ -40,8 +40,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Turns that each number of threads has before the rounds, and the calls of a turn, which `Timed.time` precedes by
-# one that is not counted: after another number of threads the first call is slower.
+# Turns that each number of threads has before the rounds, and the calls of a turn. One that is not counted is
+# before these, see `Timed.time`: after another number of threads the first call is slower.
 TRIALS, TRIAL_CALLS = 5, 3
 
 

@@ -51,7 +51,7 @@ def test_threads_are_halved_down_to_one():
 
 
 class Simulated(Timed):
-    """Takes as long as it is told for each number of threads; a single call after another number takes longer.
+    """Takes as long as it is told for each number of threads; a single call after another one takes longer.
 
     One of its turns with one thread is shorter than all others, as turns are at times.
     """

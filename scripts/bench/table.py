@@ -1,0 +1,114 @@
+"""A record that a command has written with --json, as a file of benchmarks/.
+
+    mpirun -n 2 python -m mpisgd bench step --json runs/step.json --plot benchmarks/step-2.png
+    python scripts/bench/table.py runs/step.json benchmarks/step-2.md --before "mpirun -n 2"
+
+Records stay out of the repository, and who wants all numbers measures again.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table as RichTable
+
+from mpisgd.bench.report.tables import tables_of, timed_table
+from mpisgd.cli.program import run_program
+from mpisgd.verification.cell import Cell
+from mpisgd.verification.report import summary_of
+from mpisgd.verification.report import table_of as matrix_table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs_site"))
+from measurements import Measurement, Table
+
+app = typer.Typer(add_completion=False)
+
+OUTPUTS = re.compile(r" --(?:json|plot|table)[ =]\S+")
+# Of scripts of this folder: the section of their table, and what it compares with.
+OWN = {
+    "data_parallel": ("model", "ratio_to_ddp", "x DDP"),
+    "fusion": ("gradients", "ratio_to_fused", "x fused"),
+}
+
+
+def plain(table: RichTable) -> Table:
+    """A table for a terminal as one of a file, in which every row names its section."""
+    columns = [" ".join(str(column.header).split()) for column in table.columns]
+    rows: list[list[str]] = []
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        row = [str(cell).strip() for cell in cells]
+        rows.append([row[0] or rows[-1][0], *row[1:]])
+    return Table(str(table.title), columns, rows)
+
+
+def facts(record: dict[str, Any], before: str) -> Iterable[tuple[str, str]]:
+    """What is known of a record, by name."""
+    command = OUTPUTS.sub("", record["command"])
+    yield "command", f"`{f'{before} {command}'.strip()}`"
+    yield "machine", f"{record['machine']['processor']}, {record['machine']['cores']} cores"
+    known = record["versions"]
+    peers = {
+        name: version for name, version in record.get("peers", {}).items() if known["torch"] not in version
+    }
+    yield (
+        "versions",
+        ", ".join(
+            filter(
+                None,
+                [
+                    *(f"{name} {known[name]}" for name in ("mpisgd", "torch")),
+                    known.get("MPI"),
+                    *peers.values(),
+                ],
+            )
+        ),
+    )
+    yield "date", record["when"][:10]
+    if "size" in record:
+        hosts = record.get("hosts", 1)
+        yield "ranks", f"{record['size']} rank{'s' * (record['size'] > 1)} on {hosts} host{'s' * (hosts > 1)}"
+    counts = summary_of([Cell(**cell) for cell in record["cells"]]) if "cells" in record else []
+    for note in (*record.get("notes", ()), *counts):
+        yield "note", note
+    entries = record.get("left_out", ())
+    absent = {
+        f"{entry['variant']} ({entry.get('dtype') or entry['model']})": entry["reason"] for entry in entries
+    }
+    for name, reason in {**record.get("peers_left_out", {}), **absent}.items():
+        yield "missing", f"{name}: {reason}"
+
+
+def tables(record: dict[str, Any]) -> list[RichTable]:
+    """The tables of a record, as a terminal has them."""
+    kind = record["kind"]
+    if kind == "verify":
+        return [matrix_table([Cell(**cell) for cell in record["cells"]])]
+    if kind in OWN:
+        section, field, heading = OWN[kind]
+        return [timed_table(kind, section, record["rows"], field, heading)]
+    return tables_of(kind, record["rows"])
+
+
+def measurement(record: dict[str, Any], title: str, before: str = "") -> Measurement:
+    """A record as a file of benchmarks/."""
+    found = [plain(table) for table in tables(record)]
+    return Measurement(title or record["kind"], list(facts(record, before)), found)
+
+
+@app.command()
+def main(
+    record: Annotated[Path, typer.Argument(help="what a command has written with --json")],
+    out: Annotated[Path, typer.Argument(help="the file of benchmarks/")],
+    before: Annotated[str, typer.Option(help="what stood before `python`, such as 'mpirun -n 2'")] = "",
+    title: Annotated[str, typer.Option(help="of the file; without: the kind of the record")] = "",
+) -> None:
+    """Make a table of a record."""
+    out.write_text(measurement(json.loads(record.read_text()), title, before).text)
+
+
+if __name__ == "__main__":
+    run_program(app)
