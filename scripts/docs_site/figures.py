@@ -127,7 +127,7 @@ def problems(root: Path = ROOT, allowed_file: Path = ALLOWED) -> list[str]:
     wrong += [f"{allowed_file.name}: {name} has no {what!r} any more" for name, what in unused]
     raw = sorted(path.name for path in (root / "benchmarks").glob("*.json"))
     return wrong + [
-        f"benchmarks/{name}: a raw record; scripts/bench/table.py makes a table of it" for name in raw
+        f"benchmarks/{name}: a raw record; scripts/bench/record_table.py makes a table of it" for name in raw
     ]
 
 

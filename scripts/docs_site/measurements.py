@@ -13,7 +13,7 @@
     | --- | --- | --- | --- | --- |
     | mlp | mpisgd | 106 ms | 91.4 ms | 242 ms |
 
-`scripts/bench/table.py` makes them of the records that commands write with `--json`.
+`scripts/bench/record_table.py` makes them of the records that commands write with `--json`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Measurement:
     def provenance(self) -> str:
         """Where the numbers come from, in one line, and what else one must know to read them."""
         rest = [value for key, value in self.facts if key not in ("command", "note", "missing")]
-        return ". ".join(["; ".join([", ".join(self.all_of("command")), *rest]), *self.all_of("note")])
+        notes = [note[:1].upper() + note[1:] for note in self.all_of("note")]
+        return ". ".join(["; ".join([", ".join(self.all_of("command")), *rest]), *notes])
 
     def table(self, title: str | None) -> Table:
         """Return the table of this title, or the only one."""

@@ -200,7 +200,7 @@ def test_a_block_of_nobody_and_a_raw_record_are_found(root):
     (root / "benchmarks" / "step-2.json").write_text("{}")
     assert found(root) == [
         "docs/speed.md: nothing generates 'mind.py'",
-        "benchmarks/step-2.json: a raw record; scripts/bench/table.py makes a table of it",
+        "benchmarks/step-2.json: a raw record; scripts/bench/record_table.py makes a table of it",
     ]
 
 

@@ -1,7 +1,7 @@
 """A record that a command has written with --json, as a file of benchmarks/.
 
     mpirun -n 2 python -m mpisgd bench step --json runs/step.json --plot benchmarks/step-2.png
-    python scripts/bench/table.py runs/step.json benchmarks/step-2.md --before "mpirun -n 2"
+    python scripts/bench/record_table.py runs/step.json benchmarks/step-2.md --before "mpirun -n 2"
 
 Records stay out of the repository, and who wants all numbers measures again.
 """
@@ -31,6 +31,7 @@ OUTPUTS = re.compile(r" --(?:json|plot|table)[ =]\S+")
 # Of scripts of this folder: the section of their table, and what it compares with.
 OWN = {
     "data_parallel": ("model", "ratio_to_ddp", "x DDP"),
+    "checkpoint": ("model", "ratio_to_step", "x step"),
     "fusion": ("gradients", "ratio_to_fused", "x fused"),
 }
 
@@ -50,29 +51,17 @@ def facts(record: dict[str, Any], before: str) -> Iterable[tuple[str, str]]:
     command = OUTPUTS.sub("", record["command"])
     yield "command", f"`{f'{before} {command}'.strip()}`"
     yield "machine", f"{record['machine']['processor']}, {record['machine']['cores']} cores"
-    known = record["versions"]
-    peers = {
-        name: version for name, version in record.get("peers", {}).items() if known["torch"] not in version
-    }
-    yield (
-        "versions",
-        ", ".join(
-            filter(
-                None,
-                [
-                    *(f"{name} {known[name]}" for name in ("mpisgd", "torch")),
-                    known.get("MPI"),
-                    *peers.values(),
-                ],
-            )
-        ),
-    )
+    known, peers = record["versions"], record.get("peers", {})
+    versions = [f"mpisgd {known['mpisgd']}", f"torch {known['torch']}"]
+    versions += [known["MPI"]] if "MPI" in known else []
+    versions += [version for version in peers.values() if known["torch"] not in version]
+    yield "versions", ", ".join(versions)
     yield "date", record["when"][:10]
     if "size" in record:
         hosts = record.get("hosts", 1)
         yield "ranks", f"{record['size']} rank{'s' * (record['size'] > 1)} on {hosts} host{'s' * (hosts > 1)}"
-    counts = summary_of([Cell(**cell) for cell in record["cells"]]) if "cells" in record else []
-    for note in (*record.get("notes", ()), *counts):
+    cells = matrix_cells(record)
+    for note in (*record.get("notes", ()), *(summary_of(cells) if cells else ())):
         yield "note", note
     entries = record.get("left_out", ())
     absent = {
@@ -82,21 +71,27 @@ def facts(record: dict[str, Any], before: str) -> Iterable[tuple[str, str]]:
         yield "missing", f"{name}: {reason}"
 
 
-def tables(record: dict[str, Any]) -> list[RichTable]:
+def tables(record: dict[str, Any]) -> list[Table]:
     """The tables of a record, as a terminal has them."""
     kind = record["kind"]
+    if kind == "faults":
+        return [Table(kind, record["columns"], record["cells"])]
     if kind == "verify":
-        return [matrix_table([Cell(**cell) for cell in record["cells"]])]
+        return [plain(matrix_table(matrix_cells(record)))]
     if kind in OWN:
         section, field, heading = OWN[kind]
-        return [timed_table(kind, section, record["rows"], field, heading)]
-    return tables_of(kind, record["rows"])
+        return [plain(timed_table(kind, section, record["rows"], field, heading))]
+    return [plain(table) for table in tables_of(kind, record["rows"])]
+
+
+def matrix_cells(record: dict[str, Any]) -> list[Cell]:
+    """The cells of `verify`; of other records none."""
+    return [Cell(**cell) for cell in record["cells"]] if record["kind"] == "verify" else []
 
 
 def measurement(record: dict[str, Any], title: str, before: str = "") -> Measurement:
     """A record as a file of benchmarks/."""
-    found = [plain(table) for table in tables(record)]
-    return Measurement(title or record["kind"], list(facts(record, before)), found)
+    return Measurement(title or record["kind"], list(facts(record, before)), tables(record))
 
 
 @app.command()
