@@ -18,14 +18,17 @@ def machine() -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the part of a record that needs no job: command line, time (UTC), machine, versions."""
-    from mpisgd.cli.collect_env import versions
+    """Return what every record has: command line, time (UTC), machine, versions; of MPI if it is loaded."""
+    from mpisgd.cli.collect_env import mpi_info, versions
 
+    known = versions()
+    if "mpi4py.MPI" in sys.modules:
+        known["MPI"] = mpi_info().library.split(",")[0]
     program = Path(sys.argv[0]).resolve()
     name = "-m mpisgd" if program.name == "__main__.py" else _in_repository(program)
     command = f"python {name} {shlex.join(sys.argv[1:])}".strip()
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"command": command, "when": when, "machine": machine(), "versions": versions()}
+    return {"command": command, "when": when, "machine": machine(), "versions": known}
 
 
 def _in_repository(program: Path) -> str:

@@ -170,7 +170,6 @@ def _header(kind: str, peers: "Peers") -> dict[str, Any]:
     return {
         "kind": kind,
         **provenance(),
-        "versions": {**mine["versions"], "MPI": library.split(",")[0]},
         "title": title(kind, size=size, hosts=hosts, threads=threads, library=library),
         "size": size,
         "hosts": hosts,
