@@ -20,29 +20,22 @@ import argparse
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from measurements import Measurement, all_measurements, as_markdown
-from quantities import quantities
+from quantities import BLOCK, quantities
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["BLOCK", "generated", "pages", "problems", "with_figures"]
+__all__ = ["generated", "pages", "problems", "with_figures"]
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = Path(__file__).with_name("not_measured.toml")
-BLOCK = re.compile(
-    r"(<!-- generated: benchmarks/(?P<name>[^\s]+)\.md(?P<options>.*?)-->\n).*?(<!-- end of generated -->)",
-    re.DOTALL,
-)
-# Of other programs of this folder.
-OTHER = re.compile(r"<!-- generated: (?!benchmarks/\S+\.md\s)(\S+)")
 
 
 def pages(root: Path = ROOT) -> list[Path]:
@@ -97,9 +90,9 @@ def with_figures(text: str, page: Path, measured: Mapping[Path, Measurement], ro
             body = generated(measured[file], options, os.path.relpath(file, page.parent))
         except ValueError as exc:
             raise ValueError(f"{page.relative_to(root)}: benchmarks/{file.name}: {exc}") from exc
-        return f"{found[1]}{body}{found[4]}"
+        return f"{found['begin']}{body}{found['end']}"
 
-    return BLOCK.sub(block, text)
+    return re.sub(BLOCK, block, text, flags=re.DOTALL)
 
 
 def problems(root: Path = ROOT, allowed_file: Path = ALLOWED) -> list[str]:
@@ -111,20 +104,18 @@ def problems(root: Path = ROOT, allowed_file: Path = ALLOWED) -> list[str]:
     except ValueError as exc:
         return [str(exc)]
     wrong = []
-    allowed, unused = _allowed(allowed_file), Counter[tuple[str, str]]()
-    unused.update(allowed)
+    allowed = _allowed(allowed_file)
+    unused = set(allowed)
     for page, text in texts.items():
         name = str(page.relative_to(root))
         if renewed[page] != text:
             wrong.append(f"{name}: its tables are not those of benchmarks/; figures.py --write renews them")
-        others = set(OTHER.findall(text)) - {path.name for path in ALLOWED.parent.glob("*.py")}
-        wrong += [f"{name}: nothing generates {other!r}" for other in sorted(others)]
         for line, what in quantities(text):
             if (name, what) in allowed:
-                unused.pop((name, what), None)
+                unused.discard((name, what))
             else:
                 wrong.append(f"{name}:{line}: {what!r} has no source")
-    wrong += [f"{allowed_file.name}: {name} has no {what!r} any more" for name, what in unused]
+    wrong += [f"{allowed_file.name}: {name} has no {what!r} any more" for name, what in sorted(unused)]
     raw = sorted(path.name for path in (root / "benchmarks").glob("*.json"))
     return wrong + [
         f"benchmarks/{name}: a raw record; scripts/bench/record_table.py makes a table of it" for name in raw

@@ -1,8 +1,8 @@
 """What of a page looks like the result of a measurement.
 
 A number with a unit, a number with a point, a cell of a table that is a number, one of so many, and times in
-words. Not looked at: code (but a quoted number is no code), links, comments, what was generated, and
-versions of known programs.
+words. Not looked at: code (but a quoted number is no code), links, comments, tables of
+benchmarks/, and versions of known programs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import bisect
 import itertools
 import re
 
-__all__ = ["quantities"]
+__all__ = ["BLOCK", "quantities"]
 
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 WORD = r"(?:half an?|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty|forty|sixty)"
@@ -23,10 +23,15 @@ UNIT = rf"%|percent|per cent|{RATE}|[nu\u00b5\u03bcm]?s|{TIME}|min|h|{BYTES}|[MG
 PROGRAMS = "Python PyTorch Torch torch MPI MPICH Horovod Lightning Accelerate Slurm Debian hadolint NCCL CUDA"
 PROGRAM = PROGRAMS.replace(" ", "|")
 
+# What figures.py writes.
+BLOCK = (
+    r"(?P<begin><!-- generated: benchmarks/(?P<name>\S+)\.md(?P<options>\s.*?)-->\n)"
+    r".*?(?P<end><!-- end of generated -->)"
+)
 # Written over by spaces, so that lines keep their numbers.
 IGNORED = re.compile(
     r"^(?P<fence>[ ]*(?:`{3,}|~{3,})).*?^(?P=fence)[^\S\n]*$"
-    r"|<!-- generated:.*?<!-- end of generated -->"
+    rf"|{BLOCK}"
     r"|<!--.*?-->"
     r"|`+(?P<quoted>(?:[^`\n]|\n(?!\s*\n))*)`+"
     r"|\]\([^)\n]*\)"

@@ -196,10 +196,10 @@ def test_a_page_that_asks_for_what_is_not_there_is_told(root, before, after, tol
 
 
 def test_a_block_of_nobody_and_a_raw_record_are_found(root):
-    write(root, f"{PAGE}\n<!-- generated: mind.py -->\n12 ms\n<!-- end of generated -->\n")
+    write(root, f"{PAGE}\n<!-- generated: mine.py -->\n12 ms\n<!-- end of generated -->\n")
     (root / "benchmarks" / "step-2.json").write_text("{}")
     assert found(root) == [
-        "docs/speed.md: nothing generates 'mind.py'",
+        "docs/speed.md:20: '12 ms' has no source",
         "benchmarks/step-2.json: a raw record; scripts/bench/record_table.py makes a table of it",
     ]
 
