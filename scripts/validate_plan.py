@@ -27,10 +27,14 @@ from typing import Any
 
 import torch
 import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "docs_site"))
+from measurements import Measurement, Table
 from plan_inputs import all_reduce_seconds, broadcast_numbers, compression_seconds, measure_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
+COLUMNS = ("hosts x ranks", "model", "method", "alone, ms", "measured, ms", "predicted, ms", "error")
 PARTS = FOLDER / "plan-parts"
 
 METHODS = (
@@ -220,6 +224,7 @@ class Contest:
 def rank(rate: str, out: Path, models: str = ",".join(MODELS), kind: str = "usual") -> None:
     """What each rank of a portion does."""
     import mpisgd
+    from mpisgd.cli.provenance import provenance
 
     deadline = time.perf_counter() + LIMIT_S - 15
     add_models()
@@ -239,6 +244,7 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS), kind: str = "usua
         rows += contest.rows()
         # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
         page = {
+            **provenance(),
             "calibration": CALIBRATION,
             "counts_all_groups": True,
             "load": os.getloadavg()[1],
@@ -388,16 +394,26 @@ def messages_of(planned: Any) -> float:
 
 @app.command()
 def report() -> None:
-    """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
+    """Write benchmarks/plan-validation.md and .png from all portions so far."""
     parts = [json.loads(path.read_text()) for path in sorted(PARTS.glob("*.json"))]
     rows = [row for part in parts for row in with_predictions(part)]
-    lines = [*table(rows), "", *summary(rows)]
-    text = "\n".join(lines) + "\n"
-    page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "rows": rows}
-    (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
-    (FOLDER / "plan-validation.txt").write_text(text)
+    machines = {f"{part['machine']['processor']}, {part['machine']['cores']} cores" for part in parts}
+    versions = {f"torch {part['versions']['torch']}" for part in parts}
+    dates = sorted({part["when"][:10] for part in parts})
+    facts = [
+        ("command", "`python scripts/validate_plan.py all`"),
+        ("machine", "; ".join(sorted(machines))),
+        ("versions", "; ".join(sorted(versions))),
+        *(("date", date) for date in dates),
+        *(("note", note) for note in notes(rows)),
+    ]
+    tables = [
+        Table("errors", ["method", "median error", "worst error", "within 10 %"], errors(rows)),
+        Table("cases", COLUMNS, [cells(row) for row in rows]),
+    ]
+    (FOLDER / "plan-validation.md").write_text(Measurement("Predictions", facts, tables).text)
     draw(rows, FOLDER / "plan-validation.png")
-    print(text)
+    print(*table(rows), "", *map(", ".join, errors(rows)), *notes(rows), sep="\n")
 
 
 def where_of(part: dict[str, Any]) -> str:
@@ -411,15 +427,19 @@ def error_of(row: dict[str, Any]) -> float:
     return row["predicted_s"] / row["measured_s"] - 1
 
 
+def cells(row: dict[str, Any]) -> list[str]:
+    """A case as a row of a table, under COLUMNS."""
+    times = [f"{1e3 * row[name]:.1f}" for name in ("alone_s", "measured_s", "predicted_s")]
+    return [row["where"], row["model"], row["method"], *times, f"{error_of(row):+.1%}"]
+
+
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each case."""
-    words = f"{'hosts x ranks':18}{'model':13}{'method':32}"
-    lines = [f"{words}{'alone':>9}{'measured':>10}{'predicted':>10}{'error':>8}"]
-    for row in rows:
-        times = "".join(f"{1e3 * row[name]:10.1f}" for name in ("measured_s", "predicted_s"))
-        named = f"{row['where']:18}{row['model']:13}{row['method']:32}{1e3 * row['alone_s']:9.1f}"
-        lines.append(f"{named}{times}{error_of(row):+8.1%}")
-    return lines
+    form = "{:18}{:13}{:32}{:>9}{:>10}{:>10}{:>8}"
+    return [
+        form.format(*(name.split(",")[0] for name in COLUMNS)),
+        *(form.format(*cells(row)) for row in rows),
+    ]
 
 
 def place_of(method: str) -> tuple[int, str]:
@@ -428,19 +448,22 @@ def place_of(method: str) -> tuple[int, str]:
     return known.index(method) if method in known else len(known), method
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Errors of all cases and of each method, of bytes, and how good the first choice is."""
+def errors(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Errors of all cases and of each method: the median, the worst, and how many are within 10 %."""
+    methods = sorted({row["method"] for row in rows}, key=place_of)
+    found = []
+    for name, kept in [("all", rows), *((m, [r for r in rows if r["method"] == m]) for m in methods)]:
+        sizes = [abs(error_of(row)) for row in kept]
+        near = f"{sum(size <= 0.1 for size in sizes)} of {len(sizes)}"
+        found.append([name, f"{statistics.median(sizes):.1%}", f"{max(sizes):.1%}", near])
+    return found
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How busy the machine was, how far bytes are off, and how good the first choice is."""
     loads = [row["load"] for row in rows if row.get("load")]
     busy = f"; load of the machine {min(loads):.0f} to {max(loads):.0f}" if loads else ""
-    lines = [f"milliseconds of a step, the fastest of some blocks; {len(rows)} cases{busy}"]
-    methods = sorted({row["method"] for row in rows}, key=place_of)
-    for name, kept in [("all", rows), *((m, [r for r in rows if r["method"] == m]) for m in methods)]:
-        errors = sorted(abs(error_of(row)) for row in kept)
-        median, worst = statistics.median(errors), errors[-1]
-        near = sum(error <= 0.1 for error in errors)
-        lines.append(
-            f"{name:34} median {median:6.1%}, worst {worst:6.1%}, within 10 %: {near} of {len(errors)}"
-        )
+    lines = [f"a step is the fastest of some blocks; {len(rows)} cases{busy}"]
     with_bytes = [row for row in rows if max(row["measured_sent"], row["predicted_sent"]) > 1e5]
     counted = [row for row in with_bytes if row["counts_bytes"]]
     if len(counted) < len(with_bytes):

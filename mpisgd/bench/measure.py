@@ -10,6 +10,7 @@ Each round begins with another variant, since what ran before leaves its traces 
 Where a variant may choose its number of torch threads, a short trial before the rounds finds the fastest one.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,9 @@ __all__ = [
 
 T = TypeVar("T")
 
-TRIALS = 4  # turns of one call that each number of threads has; the fastest counts
+# Turns that each number of threads has before the rounds, and the calls of a turn. One that is not counted is
+# before these, see `Timed.time`: after another number of threads the first call is slower.
+TRIALS, TRIAL_CALLS = 5, 3
 
 
 @dataclass(frozen=True)
@@ -260,18 +263,20 @@ def _passes(variant: Variant, found: Measured) -> bool:
 
 
 def _trial(variant: Variant, found: Measured) -> float | None:
-    """Choose the number of threads; return the seconds of a call with it, None as `_turn`."""
+    """Choose the number of threads by medians; return the seconds of a call with it, None as `_turn`."""
     numbers = variant.threads or [variant.num_threads]
-    fastest: dict[int, float] = {}
-    for variant.num_threads in list(numbers) * (TRIALS if len(numbers) > 1 else 1):
-        seconds = _turn(variant, 1, found)
+    trials, calls = (TRIALS, TRIAL_CALLS) if len(numbers) > 1 else (1, 1)
+    tried: dict[int, list[float]] = {}
+    for variant.num_threads in list(numbers) * trials:
+        seconds = _turn(variant, calls, found)
         if seconds is None:
             return None
-        fastest[variant.num_threads] = min(seconds, fastest.get(variant.num_threads, seconds))
-    seconds, variant.num_threads = min((seconds, number) for number, seconds in fastest.items())
+        tried.setdefault(variant.num_threads, []).append(seconds)
+    medians = {number: statistics.median(every) for number, every in tried.items()}
+    variant.num_threads = min(medians, key=lambda number: medians[number])
     if variant.threads:
         found.threads[variant.name] = variant.num_threads
-    return seconds
+    return medians[variant.num_threads]
 
 
 def _turn(variant: Variant, calls: int, found: Measured) -> float | None:

@@ -1,9 +1,10 @@
-"""Where a measurement comes from: the command, the time and the machine, as its file tells them."""
+"""Where a measurement comes from: command, time, machine and versions, as its file tells them."""
 
 import contextlib
 import datetime
 import os
 import platform
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ def machine() -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the part of a record that needs no job: the command line, the time (UTC) and the machine."""
+    """Return what every record has: command line, time (UTC), machine, versions; of MPI if it is loaded."""
+    from mpisgd.cli.collect_env import mpi_info, versions
+
+    known = versions()
+    if "mpi4py.MPI" in sys.modules:
+        known["MPI"] = mpi_info().library.split(",")[0]
     program = Path(sys.argv[0]).resolve()
     name = "-m mpisgd" if program.name == "__main__.py" else _in_repository(program)
-    command = " ".join(["python", name, *sys.argv[1:]])
+    command = f"python {name} {shlex.join(sys.argv[1:])}".strip()
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"command": command, "when": when, "machine": machine()}
+    return {"command": command, "when": when, "machine": machine(), "versions": known}
 
 
 def _in_repository(program: Path) -> str:

@@ -60,15 +60,12 @@ def _report(place: "RankSet", nbytes: int, medians: "dict[Curve, float]") -> Non
 
 def _write(out: Path | None, measured: "list[MeasuredCurves]") -> None:
     """Write the profile; on rank 0."""
-    from mpisgd.cli.collect_env import mpi_info, versions
     from mpisgd.job.rank_info import topology
     from mpisgd.tuning.profile import as_profile, default_path, write
 
     path = out or default_path(topology().ranks_per_host)
-    # What one must know to repeat the measurement.
-    header = {**provenance(), "versions": {**versions(), "MPI": mpi_info().library.split(",")[0]}}
     try:
-        write(path, as_profile(measured, header))
+        write(path, as_profile(measured, provenance()))
     except OSError as exc:
         raise mpisgd.JobError(f"cannot write the profile {path}: {exc.strerror}") from exc
     print(f"written to {path}{f'; MPISGD_PROFILE={out} makes jobs use it' if out else ''}", flush=True)

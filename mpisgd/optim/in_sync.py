@@ -50,7 +50,7 @@ def check_in_sync(state: State, group: Group | None = None) -> None:
         CollectiveMismatch: names, shapes or dtypes differ between ranks.
         UnsupportedTensor: a tensor that has no values, or is on a device that is not known; found locally.
 
-    Cost: one pass over the tensors, at best 4 GB/s on one core (AMD EPYC), and one small exchange.
+    Cost: one pass over the tensors and one small exchange.
     """
     wait_for_parameters()
     group = group_or_world(group)

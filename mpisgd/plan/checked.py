@@ -1,6 +1,6 @@
 """How far a prediction of a kind was checked: beside measured steps, by simulated messages, or not at all.
 
-The table is what `scripts/validate_plan.py` has measured so far: the cases of benchmarks/plan-validation.txt.
+The table is what `scripts/validate_plan.py` has measured so far: the cases of benchmarks/plan-validation.md.
 Of other kinds the collectives are checked, message by message, and what a step is made of by hand alone.
 """
 

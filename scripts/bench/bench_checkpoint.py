@@ -10,8 +10,8 @@ the loss of a rank.
 
 from __future__ import annotations
 
+import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -25,8 +25,11 @@ import typer
 
 import mpisgd
 from mpisgd import checkpoint, elastic
+from mpisgd.bench.report import tables
+from mpisgd.bench.report.rows import timed_rows
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.cli.program import run_program
+from mpisgd.cli.provenance import provenance
 
 TEMPORARY = Path(tempfile.gettempdir())
 
@@ -118,33 +121,15 @@ def all_written(writer: checkpoint.Writer) -> bool:
     return not mpisgd.broadcast_object(busy)
 
 
-def table(times: Times, num_bytes: int) -> str:
-    """Return the medians, their quartiles, and what they are in steps."""
-    step = statistics.median(times["step"])
-    lines = [f"{'':26} {'median':>10} {'quartiles':>21} {'steps':>8} {'MB/s':>8}"]
-    for name, seconds in times.items():
-        low, median, high = quartiles(seconds)
-        writes = name in ("until it is on the disk", "checkpoint.save()", "plain write and fsync")
-        rate = f"{num_bytes / median / 1e6:8.0f}" if writes else ""
-        spread = f"{low * 1e3:.2f} to {high * 1e3:.2f}"
-        lines.append(f"{name:26} {median * 1e3:7.2f} ms {spread:>21} {median / step:8.3f} {rate}")
-    return "\n".join(lines)
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Return the first quartile, the median and the third."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
-
-
 @app.command()
 def main(
     folder: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = TEMPORARY,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a round without a checkpoint.")] = 5,
     batch: Annotated[int, typer.Option(min=1, help="Batch size of a rank.")] = 64,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", readable=False, help="file for the result")
+    ] = None,
 ) -> None:
     """Compare saving with training."""
     mpisgd.init()
@@ -152,9 +137,19 @@ def main(
     times, num_bytes = measure(Trained(batch), Path(mpisgd.broadcast_object(own and own.name)), rounds, steps)
     if own is not None:
         own.cleanup()
-        where = f"{mpisgd.size()} ranks, {torch.get_num_threads()} threads each, {os.cpu_count()} cores"
-        print(f"{platform.machine()}, torch {torch.__version__}, {where}; {num_bytes / 1e6:.0f} MB, {folder}")
-        print(table(times, num_bytes))
+        what = f"mlp with momentum, {num_bytes / 1e6:.0f} MB"
+        rows = timed_rows({"model": what}, times, {"step": statistics.median(times["step"])})
+        title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
+        tables.show([tables.timed_table(title, "model", rows, "ratio_to_step", "x step")], [])
+        if json_file is not None:
+            record = {
+                "kind": "checkpoint",
+                **provenance(),
+                "title": title,
+                "size": mpisgd.size(),
+                "rows": rows,
+            }
+            json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

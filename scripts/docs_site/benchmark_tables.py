@@ -1,33 +1,21 @@
-"""The tables and plots of benchmarks/ as sections of a page, each with its command and machine."""
+"""The files of benchmarks/ as sections of a page, each with its command, machine and picture."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from measurements import all_measurements, as_markdown
 
 __all__ = ["sections"]
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def sections() -> str:
     """Every table of the folder, with what it was measured by and on."""
-    return "".join(_section(path) for path in sorted(FOLDER.glob("*.txt")))
-
-
-def _section(table: Path) -> str:
-    record = json.loads(table.with_suffix(".json").read_text())
-    machine = record.get("machine", {})
-    where = ", ".join(
-        filter(None, [machine.get("processor"), f"{machine['cores']} cores" if machine else ""])
-    )
-    title = record.get("title") or record["kind"]
-    lines = [f"### {table.stem}: {title}", "", f"```text\n{record['command']}\n```", ""]
-    if where:
-        ranks = f"{record['size']} ranks; " if "size" in record else ""
-        lines += [f"{where}; {ranks}{record['when'][:10]}.", ""]
-    picture = table.with_suffix(".png")
-    if picture.exists():
-        lines += [f"![{title}](../benchmarks/{picture.name})", ""]
-    body = table.read_text().rstrip()
-    return "\n".join(lines) + f"\n<details><summary>Table</summary>\n\n```text\n{body}\n```\n\n</details>\n\n"
+    text = ""
+    for path, measured in all_measurements().items():
+        picture = path.with_suffix(".png")
+        shown = f"\n![{measured.title}](../benchmarks/{picture.name})\n" if picture.exists() else ""
+        tables = "\n".join(f"**{t.title}**\n\n{as_markdown(t.columns, t.rows)}" for t in measured.tables)
+        text += (
+            f"### {path.stem}: {measured.title}\n\n{measured.provenance}.\n{shown}\n"
+            f'<details markdown="1"><summary>Table</summary>\n\n{tables}\n</details>\n\n'
+        )
+    return text

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from fault_kinds import KINDS, Outcome, Round, obstacle
 
+from mpisgd.cli.provenance import provenance
+
 HEADER = ("kind", "faults", "as promised", "steps lost", "recovery s (median)", "(max)")
 
 
@@ -78,7 +80,9 @@ def main() -> int:
     print("", table([HEADER, *(row(kind, found) for kind, found in of_kind.items())]), sep="\n")
     if options.json is not None:
         kept = [{**asdict(outcome), "said": outcome.said if outcome.wrong else ""} for outcome in outcomes]
-        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+        rows = [row(kind, found) for kind, found in of_kind.items()]
+        record = {"kind": "faults", **provenance(), "columns": HEADER, "cells": rows, "outcomes": kept}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return int(any(outcome.wrong for outcome in outcomes))
 
 

@@ -7,7 +7,19 @@ from pathlib import Path
 import pytest
 from launcher import run_python
 
-HEADER = {"kind", "command", "when", "size", "hosts", "machine", "peers", "peers_left_out", "ranks", "title"}
+HEADER = {
+    "kind",
+    "command",
+    "when",
+    "versions",
+    "size",
+    "hosts",
+    "machine",
+    "peers",
+    "peers_left_out",
+    "ranks",
+    "title",
+}
 SPREAD = {"median_s", "min_s", "max_s"}
 
 
@@ -31,6 +43,7 @@ def check_header(record, kind, num_ranks):
     assert record["machine"]["cores"] >= 1
     assert [rank["rank"] for rank in record["ranks"]] == list(range(num_ranks))
     assert record["ranks"][0]["versions"].keys() >= {"mpisgd", "Python", "torch", "mpi4py"}
+    assert record["versions"].keys() == record["ranks"][0]["versions"].keys() | {"MPI"}
 
 
 def check_spread(rows):

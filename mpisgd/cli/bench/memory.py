@@ -54,6 +54,7 @@ def memory(
     )
     record = {"kind": "memory", **provenance(), "size": ranks, **run_memory(plan, mpirun(launcher), log_rows)}
     library = record["library"]
+    record["versions"]["MPI"] = library.split(",")[0]
     record["title"] = title("memory", size=ranks, hosts=1, threads=plan.threads, library=library)
     output.put(record)
 

@@ -51,23 +51,29 @@ def test_threads_are_halved_down_to_one():
 
 
 class Simulated(Timed):
-    """Takes as long as it is told for each number of threads; the first try of each takes longer."""
+    """Takes as long as it is told for each number of threads; a single call after another one takes longer.
+
+    One of its turns with one thread is shorter than all others, as turns are at times.
+    """
 
     def __init__(self, name, seconds):
         super().__init__(name, lambda: None, start=lambda: None)
         self.seconds, self.tried = seconds, []
 
     def time(self, calls):
+        is_cold = calls == 1 and self.tried[-1:] != [self.num_threads]
         self.tried.append(self.num_threads)
-        return self.seconds[self.num_threads] + (self.num_threads not in self.tried[:-1])
+        lucky = 0.9 * (self.num_threads == 1 and self.tried.count(1) == 2)
+        return self.seconds[self.num_threads] * (1 - lucky) + self.num_threads * is_cold
 
 
 def test_the_fastest_number_of_threads_is_found_before_the_rounds(monkeypatch):
+    """By medians of turns that begin with a call that is not counted."""
     monkeypatch.setattr(module, "slowest", lambda seconds: seconds)
     monkeypatch.setattr(module, "first_reason", lambda reason: reason)
     chooses, has_none = Simulated("chooses", {4: 0.5, 2: 0.3, 1: 0.4}), Simulated("has none", {0: 0.1})
     chooses.threads = [4, 2, 1]
-    found = measure([chooses, has_none], Pace(3, 3, 0.0, turn_s=0.0, max_calls=1))
+    found = measure([chooses, has_none], Pace(3, 3, 0.0, turn_s=9.0, max_calls=2))
     assert found.threads == {"chooses": 2}
     assert found.seconds["chooses"] == [0.3] * 3
     assert chooses.tried[:3] == [4, 2, 1]

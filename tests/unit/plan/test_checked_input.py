@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
+from measurements import parse
 from plan_examples import predicted
 
 from mpisgd.errors import InvalidArgument
@@ -123,8 +123,8 @@ def test_all_that_was_assumed_is_said(tmp_path):
 
 def test_what_is_called_measured_has_been():
     """Of every strategy and compression of the table there are cases in the file, and of other ones none."""
-    lines = (ROOT / "benchmarks" / "plan-validation.txt").read_text().splitlines()
-    names = {found[1] for line in lines if (found := re.match(r"(\S.*?)\s+median ", line))} - {"all"}
+    errors = parse((ROOT / "benchmarks" / "plan-validation.md").read_text()).table("errors")
+    names = {name for name, *_ in errors.rows} - {"all"}
     here = Cluster(4, 1, Link(1e-5, 1e9), Link(1e-6, 1e10), Switch())
     assert {checked_by(here, method) for method in planned_methods(";".join(names))} == {"measured"}
     for name, word in {
