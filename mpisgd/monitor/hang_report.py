@@ -89,7 +89,7 @@ def activity(state: RankState, states: Sequence[RankState]) -> str:
         for wait in filter(None, map(main_wait, states))
         if wait.number and state.rank in missing(wait, states)
     }
-    return f"in code of its own{', has not come to ' if late else ''}{', '.join(sorted(late))}"
+    return f"runs code outside mpisgd{', has not come to ' if late else ''}{', '.join(sorted(late))}"
 
 
 def _stacks(states: Sequence[RankState]) -> list[str]:

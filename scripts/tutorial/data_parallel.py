@@ -1,4 +1,4 @@
-"""Data parallel training with `mpisgd.DistributedOptimizer`: two lines more than on one process.
+"""Data parallel training with `mpisgd.DistributedOptimizer`: four lines more than on one process.
 
 mpirun -n 2 python scripts/tutorial/data_parallel.py
 """

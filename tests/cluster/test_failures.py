@@ -91,7 +91,7 @@ def test_ranks_of_another_host_that_do_not_come_are_named_with_what_they_do_inst
     assert "0, 1   node1" in table
     assert "waits for ranks 2, 3: barrier(), operation 2 of group 'world'" in table
     assert "its process is stopped by a signal" in table
-    assert "in code of its own, has not come to operation 2 of group 'world'" in table
+    assert "runs code outside mpisgd, has not come to operation 2 of group 'world'" in table
     assert "in reading_data" in table
 
 

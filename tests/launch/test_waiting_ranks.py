@@ -94,8 +94,8 @@ mpisgd.all_reduce(torch.ones(4), async_op=True).wait()
         assert report.count("what they do") == 1
     assert done.stderr.count("what they do") == 3
     seen = rows(end)
-    assert "in code of its own" in seen["1, 3"]
-    assert "in code of its own" not in seen["4"]
+    assert "runs code outside mpisgd" in seen["1, 3"]
+    assert "runs code outside mpisgd" not in seen["4"]
     assert "stopped by a signal" in seen["2"]
     assert "for rank 1: recv" in seen["5"]
     assert any("shape=[4]" in text and "operation 3 of group 'world', at " in text for text in seen.values())
@@ -121,7 +121,7 @@ with waiting_for(WaitReason("tea", members=(0, 1, 2))):
     assert "for rank 1 in tea, inside MPI's Barrier" in report
     assert "the job ends" in report
     assert "in reading_data" in report
-    assert rows(report)["1"] == "in code of its own"
+    assert rows(report)["1"] == "runs code outside mpisgd"
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ open_group(current_job(), range(3), name="mine")
     report, *_ = reports(done)
     assert "for rank 1 in new_group of [0, 1, 2]" in report
     assert "in reading_data" in report
-    assert rows(report)["1"] == "in code of its own"
+    assert rows(report)["1"] == "runs code outside mpisgd"
     assert "CollectiveTimeout: new_group(ranks=[0, 1, 2]), group 'mine'" in done.stderr
 
 
