@@ -83,7 +83,7 @@ class MpisgdError(Exception):
 
     Causes: each subclass has its own.
 
-    What to do: catch it where a program continues after any of them.
+    What to do: catch it where a program can continue after any of its subclasses.
     """
 
     on_every_rank = False
@@ -139,7 +139,7 @@ class MpiFailed(MpisgdError, RuntimeError):
 
 
 class PeerLost(MpiFailed, ConnectionError):
-    """A rank went away in the middle of an operation.
+    """A rank ended, or became unreachable, during an operation.
 
     Causes: the rank's process was killed (often for want of memory), its host or its link failed.
 
@@ -276,7 +276,7 @@ class Deadlock(CollectiveMismatch):
 
 
 class CollectiveTimeout(MpisgdError, TimeoutError, RuntimeError):
-    """Other ranks did not come within the timeout; the group cannot be used any more.
+    """Other ranks did not reach the operation within the timeout; the group cannot be used any more.
 
     A RuntimeError too: that is what torch's own backends raise, and what programs for them catch.
 
@@ -367,7 +367,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
 
 
 class JobError(MpisgdError, RuntimeError):
-    """For a program's user to fix: a wrong file, option or number of ranks.
+    """A mistake that the user of a program can correct: a wrong file, option or number of ranks.
 
     Uncaught, its text is printed once for the whole job, as one line, and the job ends with `exit_code`.
 

@@ -104,7 +104,7 @@ class HasOwnState(Protocol):
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
     ) -> dict[str, Tensor]:
-        """Return what the replicas of all ranks stand for together, with their entries of `state_dict`."""
+        """Return the consensus of the replicas of all ranks, with their entries of `state_dict`."""
 
     def forget_own_state(self) -> None:
         """Begin anew with what is this rank's own, as all ranks do."""

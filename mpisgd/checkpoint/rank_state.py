@@ -6,7 +6,7 @@ their own, what belongs to each rank:
     state: {"model": ..., "optimizer": ..., "optimizer (rank 0)": ..., "optimizer (rank 1)": ...}
 
 The latter are what `mpisgd.optim.own_state` takes out. As many ranks get back what each of them had. Any
-other number goes on from what the ranks' models stand for together.
+other number goes on from the consensus of the ranks' models.
 """
 
 import re

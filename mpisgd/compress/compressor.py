@@ -198,12 +198,12 @@ class Contraction(Protocol):
 class Compressor(abc.ABC):
     """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on.
 
-    What it can beside, it offers as a role: `Casting`, `Contraction` or `Choosing`.
+    Further abilities are offered as roles: `Casting`, `Contraction` or `Choosing`.
     """
 
     @classmethod
     def examples(cls) -> Sequence["Compressor"]:
-        """Return some with which the fuzzer, `verify` and the documentation try it; the plainest first."""
+        """Return the instances that the fuzzer, `verify` and the documentation try; the plainest first."""
         return (cls(),)
 
     @property

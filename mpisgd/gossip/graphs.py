@@ -138,7 +138,7 @@ def _num_bits(size: int) -> int:
 
 @dataclass(frozen=True)
 class Star(Graph):
-    """Everyone exchanges with rank 0, and with nobody else. Spectral gap 1 / size."""
+    """Each rank exchanges with rank 0 alone. Spectral gap 1 / size."""
 
     def destinations(self, size: int, step: int) -> Sequence[Iterable[int]]:
         """See `Graph`."""
@@ -147,7 +147,7 @@ class Star(Graph):
 
 @dataclass(frozen=True)
 class Complete(Graph):
-    """Everyone exchanges with everyone: the mean in one step, and size - 1 messages per rank."""
+    """Each rank exchanges with all others: the mean in one step, and size - 1 messages per rank."""
 
     def destinations(self, size: int, step: int) -> Sequence[Iterable[int]]:
         """See `Graph`."""

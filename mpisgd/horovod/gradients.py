@@ -292,7 +292,7 @@ class GradientExchange:
             grads = [None if grad is None else grad.to_dense() for grad in grads]
         if SPARSE in storage.load(grads, in_flight.addresses):
             for index, grad in zip(indices, grads, strict=True):
-                if grad is not None and grad.is_sparse:  # it sets out by itself
+                if grad is not None and grad.is_sparse:  # it is sent by itself
                     self._send_sparse(index, grad)
         return storage.flat
 

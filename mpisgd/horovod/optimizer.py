@@ -56,7 +56,7 @@ def DistributedOptimizer(
 ) -> Any:
     """Let `optimizer` step with the gradients of all ranks of a process set. Collective over them.
 
-    Buckets of gradients set out during backward; `step()` waits for them. A gradient that is missing counts
+    Buckets of gradients are sent during backward; `step()` waits for them. A gradient that is missing counts
     as zero.
 
     Args:

@@ -90,7 +90,7 @@ def init(
     Raises:
         AlreadyInitialized: called before with another communicator or another `gpu`.
         MpiNotFound: there is no MPI library.
-        JobError: the launcher has started several ranks, of which this MPI knows nothing.
+        JobError: the launcher has started several ranks, and this MPI library sees only one of them.
         NotInitialized: this is a child of a rank, such as a DataLoader's worker, which cannot be a rank; or
             the ranks are threads of one process, and the job of this one has ended.
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,

@@ -113,7 +113,7 @@ class World(NamedTuple):
         weight: what a rank's examples count, 1 each if ranks have equally many; 0: it has none left.
         layout: the buckets that all ranks have agreed on, or the chunks that each of them owns.
         sum: of a tensor of some ranks, in float32 at least; the order of the additions is the caller's.
-        draw: random numbers of the so manieth reduction, of all ranks, or of one by its place among `ranks`.
+        draw: random numbers of the n-th reduction, of all ranks, or of one by its place among `ranks`.
         optimizer: x of a rank after a step of the wrapped optimizer with g, as `optimizer(rank, x, g)`.
         wire: the compressor's paper, by which a mean travels; without compression it is exact.
     """

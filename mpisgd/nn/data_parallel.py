@@ -26,7 +26,7 @@ class DataParallel(nn.Module):
     """Run `module` on all ranks, with a batch that one rank has, and with that rank's parameters.
 
     torch.nn.DataParallel with ranks in place of devices. Every rank calls forward; rank `src` passes the
-    batch, what the others pass is not looked at:
+    batch, and what the others pass is ignored:
 
         model = mpisgd.nn.DataParallel(module)
         outputs = model(inputs if mpisgd.rank() == 0 else None)
@@ -34,7 +34,7 @@ class DataParallel(nn.Module):
         loss.backward()
 
     The rows of the batch are divided, all ranks get a copy of the parameters and buffers of `src`, and the
-    outputs of all rows come back to `src`. The other ranks get a token, a tensor whose `backward()` is
+    outputs of all rows come back to `src`. The other ranks get a placeholder tensor, whose `backward()` is
     their part in the backward pass of `src`; they have to call it when `src` calls backward. Then `src` has
     the gradients of the whole batch, equal to those of one process, and steps its optimizer. Since
     parameters are copied in each call, the others need neither an optimizer nor equal parameters: only

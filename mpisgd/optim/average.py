@@ -67,8 +67,8 @@ def _new_reducer(type_name: str, named: Sequence[tuple[str, torch.Tensor]], grou
 def average_parameters(params: Parameters, group: Group | None = None) -> None:
     """Replace every parameter by its mean over the group, and a module's floating buffers by theirs.
 
-    Collective: all ranks of `group` call it for the same model. To evaluate or save the model that ranks have
-    together; they go on from there. To go on as if nothing had been, average a copy of the model.
+    Collective: all ranks of `group` call it for the same model. Use it to evaluate or save the mean
+    model; training then continues from the mean. To leave the training as it is, average a copy of the model.
 
     Args:
         params: a module (its parameters and buffers, BatchNorm's statistics among them), a state dict, or

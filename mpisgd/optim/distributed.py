@@ -71,23 +71,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `mpisgd.compress.TopK(ratio=0.01)` and others there send less, and approximate; "auto" measures
             which of a few pays on this link, see `mpisgd.compress.Auto`; or a `Compressor` of your own. The
             same on all ranks.
-        backward_passes_per_step: gradients are accumulated locally for this many `backward()`s and reduced
-            at the last one. A window that is not full is reduced by `step()`; where something looks at the
+        backward_passes_per_step: the gradients of this many `backward()`s are summed locally, as torch does,
+            and the sum is reduced at the last one; divide the loss for a mean over the passes. A window that
+            is not full is reduced by `step()`; where something looks at the
             gradients before (clipping, GradScaler), call `synchronize()` first.
         gradient_predivide_factor: with AVG, divide by this before the sum and by size / factor after it.
         bucket_cap_bytes: gradients travel together in buckets of at most this many bytes.
-        overlap: whether buckets set out while backward still computes others; None: between hosts, where that
-            can win. Hooks on parameters that change gradients must then be registered before. Never beside
-            other optimizers of the group.
+        overlap: whether buckets are sent while backward still computes others; None: between hosts, where
+            that can save time. Hooks on parameters that change gradients must then be registered before.
+            Ignored where the group has other optimizers.
         error_if_nonfinite: raise on every rank when a gradient is infinite or NaN, and say on which rank and
             in which parameters, the first of backward first. Looks at what each rank has before it is
             reduced, which takes one more pass. Not with GradScaler, which takes care of such steps.
-        check_in_sync_every: after every so many steps see that all ranks have the same parameters, to the
-            last bit; 0: never. See `mpisgd.check_in_sync`.
+        check_in_sync_every: compare the parameters of all ranks bit by bit after every so many steps; 0:
+            never. See `mpisgd.check_in_sync`.
         share_parameters: keep one copy of the parameters per host, in shared memory, of which each rank
-            updates its own ones. Faster and smaller, and a narrower contract: see
+            updates its own ones. Saves time and memory, and the program must not read gradients: see
             docs/how-to/shared-parameters.md. The parameters take the values of each host's first rank; they
-            are to be on the CPU.
+            must be on the CPU.
         elementwise: with `share_parameters` or `Sharded`, whether `optimizer` updates each element of a
             parameter by itself, from its gradient and a state of the same shape, or of none: then ranks may
             own parts of parameters. torch's own that do (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta,
@@ -96,7 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             which average the floating-point ones, such as those of BatchNorm, with the parameters.
         check_start: whether the first step raises where ranks have different parameters, or other settings
             such as the learning rate. The latter are compared again every 100 steps where gradients are
-            combined. False for those who mean it.
+            combined. Pass False where the difference is intended.
         group: the ranks that train together, all of the job by default.
 
     Attributes:
@@ -290,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
     ) -> dict[str, Tensor]:
-        """Return what the replicas of all ranks stand for together: their mean, or what the strategy says.
+        """Return the consensus of the replicas of all ranks: their mean, or what the strategy defines.
 
         Args:
             replicas: of all ranks.
@@ -376,7 +377,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Put what the ranks' models stand for together in place of this rank's: to evaluate, or to save.
+        """Replace this rank's model by the consensus of all ranks meanwhile: to evaluate, or to save.
 
         Collective. Of most strategies that is the mean of the parameters and buffers, of `DiLoCo` the outer
         parameters, of `ElasticAveraging` the centre; with `Synchronous` all ranks have it anyway. Afterwards
@@ -392,7 +393,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             _overwrite(tensors, own)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let `backward()` accumulate locally and send nothing; the next one outside reduces everything."""
+        """Let `backward()` sum gradients locally and send nothing; the next one outside reduces the sum."""
         return self._window.muted()
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:

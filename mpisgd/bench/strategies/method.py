@@ -110,7 +110,7 @@ def _methods(parts: Iterable[str]) -> Iterator[Method]:
 
 
 def common_model(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Inside, the model is what those of all ranks stand for together. Collective."""
+    """Inside, the model is the consensus of all ranks. Collective."""
     if isinstance(optimizer, mpisgd.DistributedOptimizer):
         return optimizer.consensus()
     return nullcontext()

@@ -340,7 +340,7 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
     ) -> dict[str, Tensor]:
-        """Return what replicas of all ranks stand for together: their mean."""
+        """Return the consensus of the replicas of all ranks: their mean."""
         return mean_of(replicas)
 
     def forget_own_state(self) -> None:

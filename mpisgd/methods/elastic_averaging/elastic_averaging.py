@@ -46,17 +46,17 @@ BETA = 0.9  # p * alpha, as in the paper's experiments
 
 @dataclass(frozen=True)
 class ElasticAveraging(Strategy):
-    """Ranks train by themselves and are drawn to a common centre, which is drawn to them.
+    """Ranks train locally; an elastic force pulls their parameters and a common centre together.
 
     The centre is the result of the training: `optimizer.consensus()` puts it in place of the parameters. All
     ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
     buffers (`named_buffers`) have no centre: they take their mean at each exchange.
 
-    A rank is drawn after its update, from where that has led, as in torch-distlearn. In the paper's
-    synchronous and asynchronous forms force and gradient are both of the parameters from before the update.
+    The force acts on the updated parameters, as in torch-distlearn. In the paper's synchronous and
+    asynchronous forms force and gradient are both of the parameters before the update.
 
     A compressor with error feedback takes two further copies of the parameters. One without it must not add
-    more noise than the force takes away: with E |C(d) - d|^2 = w |d|^2, the centre goes away from all ranks
+    more noise than the force removes: with E |C(d) - d|^2 = w |d|^2, the centre diverges from all ranks
     unless p alpha < 2 / (1 + w). With `RandomK(ratio, error_feedback=False)` that is 2 ratio.
 
     Args:

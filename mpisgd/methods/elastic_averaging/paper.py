@@ -1,4 +1,4 @@
-"""EASGD: ranks step by themselves, and are drawn to a common centre, which is drawn to them.
+"""EASGD: ranks step by themselves; an elastic force pulls them and a common centre together.
 
 Zhang, Choromanska and LeCun 2015, "Deep learning with Elastic Averaging SGD", section 3, synchronous, with
 the communication period tau of algorithm 1. z is the centre, beta = p alpha.

@@ -57,7 +57,7 @@ class Gossip(Strategy):
             D-PSGD, the update by the gradient from before the mean; "push_sum", SGP, for matrices of which
             only the columns sum to 1; "asynchronous", AD-PSGD, where pairs of neighbours average while the
             ranks compute, and nobody waits.
-        every: the ranks mix in every so manieth step.
+        every: steps from one exchange with the neighbours to the next.
         consensus_step: with a compression that leaves something out, how far ranks go towards their mean,
             above 0 and up to 1: the less travels, the less it must be; 0.3 with a tenth of the elements, say.
 

@@ -24,7 +24,7 @@ class Mixer(LocalSynchronizer):
     Args:
         training: what it works on.
         graph: whom each rank exchanges with.
-        every: the ranks mix in every so manieth step.
+        every: steps from one exchange with the neighbours to the next.
     """
 
     doubly = True  # whether the matrix must be doubly stochastic

@@ -49,7 +49,7 @@ class ParameterServer(Strategy):
     """Ranks push gradients to servers of the parameters, and pull parameters from them.
 
     `sync` is synchronous SGD: each rank updates its part of the parameters with the gradients of all, and the
-    others read it. `async` (Downpour SGD, Dean et al. 2012): nobody waits for anybody. `ssp` (stale
+    others read it. `async` (Downpour SGD, Dean et al. 2012): no rank waits for another. `ssp` (stale
     synchronous parallel, Ho et al. 2013): a rank waits when it is `staleness_steps` ahead of the slowest.
 
     Update rule of `async` and `ssp`: x <- the wrapped optimizer's step on x with g, for each gradient g of a
@@ -64,9 +64,9 @@ class ParameterServer(Strategy):
     first rank in the first step. Buffers of modules stay on their rank.
 
     A worker that was killed does not stop the others on one host, where the job outlives it
-    (`mpirun --with-ft ulfm`): its locks are free, a half-made update does not count, clocks wait for it no
-    more. Between hosts its loss ends the training of all: with `PeerLost`, or with the job where MPI does
-    not end a one-sided call that waits for it.
+    (`mpirun --with-ft ulfm`): its locks are released, an unfinished update does not count, and clocks no
+    longer wait for it. Between hosts its loss ends the training of all: with `PeerLost`, or with the job
+    where MPI does not end a one-sided call that waits for it.
 
     Args:
         mode: "sync", "async" or "ssp".

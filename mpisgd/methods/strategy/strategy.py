@@ -128,7 +128,7 @@ class Synchronizer:
         return torch.nn.utils.clip_grad_norm_(self.training.params, max_norm, norm_type, error_if_nonfinite)
 
     def consensus(self) -> Sequence[Tensor]:
-        """Return what the ranks' parameters and buffers stand for together, in new memory. Collective.
+        """Return the consensus of the ranks' parameters and buffers, in new memory. Collective.
 
         By default their mean.
         """
@@ -143,7 +143,7 @@ class Synchronizer:
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
     ) -> dict[str, Tensor]:
-        """Return what saved replicas stand for together, as `consensus` does of those of a job.
+        """Return the consensus of saved replicas, as `consensus` does of those of a job.
 
         Args:
             replicas: what `replica` has returned on all ranks.
@@ -248,12 +248,12 @@ class Strategy(abc.ABC):
 
     @classmethod
     def examples(cls) -> Sequence["Strategy"]:
-        """Return some with which the fuzzer, `verify` and the documentation try it; the plainest first."""
+        """Return the instances that the fuzzer, `verify` and the documentation try; the plainest first."""
         return (cls(),)
 
     @property
     def goes_with(self) -> GoesWith:
-        """What it goes with; what does not is refused before `check`."""
+        """What it can be combined with; other combinations are refused before `check`."""
         return GoesWith()
 
     def check(self, training: Training) -> None:

@@ -164,7 +164,7 @@ class ByPaper:
     # -- what is kept, where ranks begin anew ---------------------------------------------------------
 
     def _resize(self, num_ranks: int) -> None:
-        """Go on with other ranks from what the models stand for together."""
+        """Go on with other ranks from the consensus of the models."""
         before = self._run
         for name, value in self._consensus().items():
             for params in self._params.values():

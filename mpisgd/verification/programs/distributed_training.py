@@ -174,7 +174,7 @@ class DistributedTraining(Training):
 
     @torch.no_grad()
     def _take_consensus(self) -> None:
-        """Go on from what the models of all ranks stand for together."""
+        """Go on from the consensus of all ranks' models."""
         for place, optimizer in enumerate(self.optimizers):
             params = self.params_of(place)
             if not isinstance(optimizer, mpisgd.DistributedOptimizer):

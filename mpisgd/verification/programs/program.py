@@ -184,7 +184,7 @@ class AddGroup:
 class Reload:
     """New optimizers over the same parameters, which load the states of the former ones; gradients are reset.
 
-    With another number of ranks these go on from what the former ones' models stand for together, and a rank
+    With another number of ranks these go on from the consensus of the former ones' models, and a rank
     that is new loads the state of rank 0.
 
     Attributes:

@@ -373,7 +373,7 @@ def _of_group(program: Program) -> str:
 
 
 def _resize(program: Program, event: events.Reload) -> Iterator[str]:
-    """Yield how other ranks go on with what the former ones stand for together."""
+    """Yield how other ranks go on with the consensus of the former ones."""
     made = ", ".join(f"make_{i}()" for i in range(len(program.optimizers)))
     yield "states = copy.deepcopy([opt.state_dict() for opt in opts])"
     yield "if wraps:"

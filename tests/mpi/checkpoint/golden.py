@@ -27,7 +27,7 @@ def path_of(name: str) -> Path:
 
 
 def write(name: str) -> None:
-    """Save after some steps; with what the ranks come to, and what they stand for together then."""
+    """Save after some steps; with what the ranks come to, and their consensus then."""
     from methods import METHODS, OWN_MODELS, Net, train, values
 
     model, going_on = Net(), Net()

@@ -24,7 +24,7 @@ def off(model: torch.nn.Module, expected: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_an_earlier_version_is_read(name: str) -> None:
-    """As many ranks go on as those would have; others go on from what those stood for together."""
+    """As many ranks go on as those would have; others go on from the consensus of those."""
     model = Net(seed=1)
     optimizer = METHODS[name](model)
     saved = checkpoint.load(path_of(name), model=model, optimizer=optimizer)

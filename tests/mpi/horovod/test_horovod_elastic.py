@@ -50,7 +50,7 @@ def train(failures: dict[int, int] | None = None) -> tuple[torch.Tensor, TorchSt
             state.seen.append(state.step)
             if left.get(state.step, 0) > 0:
                 left[state.step] -= 1
-                model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()  # gradients have set out
+                model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()  # gradients are under way
                 hvd.allreduce(torch.ones(1 + hvd.rank()), name="shapes differ")
             take_step(state.model, state.optimizer, state.step)
             state.scheduler.step()

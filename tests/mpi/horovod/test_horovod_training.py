@@ -26,7 +26,7 @@ def lists(*places: list[int]):
 
 
 def sends(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let buckets set out during backward, as they do between hosts, or at its end."""
+    """Let buckets be sent during backward, as they do between hosts, or at its end."""
     monkeypatch.setattr(GradientExchange, "_sends_early", lambda exchange: early)
 
 

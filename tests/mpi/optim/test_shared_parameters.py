@@ -1,4 +1,4 @@
-"""One copy of the parameters per host, updated in parts: the same training, and a narrower contract."""
+"""One copy of the parameters per host, updated in parts: the same training, and what is refused."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def test_nobody_updates_what_is_still_read():
         everyone(before == everyone_reads, f"step {step}: changed while it was read")
 
 
-# -- the narrower contract ----------------------------------------------------------------------------
+# -- what a program must not do ----------------------------------------------------------------------------
 
 
 def test_reduced_gradients_may_not_be_added_to(here):

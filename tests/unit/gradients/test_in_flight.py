@@ -1,4 +1,4 @@
-"""`InFlightReduction`: buckets set out in the order of the plan, each when all its gradients are complete."""
+"""`InFlightReduction`: buckets are sent in the plan's order, each when its gradients are complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan() -> Plan:
 
 
 def complete(reduction: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...]]]:
-    """Which buckets set out at each gradient."""
+    """Which buckets are sent at each gradient."""
     told = []
     for index in order:
         reduction.complete(index)

@@ -106,7 +106,7 @@ class CompressedMixer(Mixer):
     Args:
         training: what it works on, with the compressor among its options.
         graph: whom each rank exchanges with, the same in every step.
-        every: the ranks mix in every so manieth step.
+        every: steps from one exchange with the neighbours to the next.
         consensus_step: c, see above.
     """
 

@@ -21,7 +21,7 @@ __all__ = ["DPSGD"]
 
 @dataclass(frozen=True)
 class DPSGD(Paper[None]):
-    """W(p, k): the matrix of p ranks the k-th time, from 0, that they mix; they do every so manieth step."""
+    """W(p, k): the matrix of p ranks the k-th time, from 0, that they mix, once in `every` steps."""
 
     W: Callable[[int, int], Sequence[Sequence[float]]]
     update_first: bool = True

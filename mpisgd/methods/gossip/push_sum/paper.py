@@ -28,7 +28,7 @@ class State:
 
 @dataclass(frozen=True)
 class PushSum(Paper[State]):
-    """P(p, k): the matrix of p ranks the k-th time, from 0, that they mix; they do every so manieth step."""
+    """P(p, k): the matrix of p ranks the k-th time, from 0, that they mix, once in `every` steps."""
 
     P: Callable[[int, int], Sequence[Sequence[float]]]
     every: int = 1
