@@ -101,7 +101,9 @@ VARIABLES = (
     Variable("MPISGD_SHARED_MEMORY", "1", "0: use MPI between the ranks of a host, too"),
     Variable("MPISGD_RANKS_PER_HOST", "0", "ranks that count as those of one host; 0: all that are there"),
     Variable("MPISGD_CROSS_MEMORY", "1", "0: no cross-memory attach, so no `all_reduce` by `direct`"),
-    Variable("MPISGD_FULL_TRACEBACK", "0", "1: errors that end the job show mpisgd's own lines, too"),
+    Variable(
+        "MPISGD_FULL_TRACEBACK", "0", "1: errors show mpisgd's own lines and all arguments of operations"
+    ),
     Variable("MPISGD_CHECK_STAGING", "0", "1: assert that operations write nothing too early; slow"),
     Variable("MPISGD_KEEP_MEMORY", "1", "0: leave glibc's allocator alone"),
     Variable("MPISGD_GPU", "auto", "transport of GPU tensors: `auto`, `nccl` or `mpi`"),

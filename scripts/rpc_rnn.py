@@ -74,7 +74,7 @@ def train(there: str) -> None:
 def main() -> None:
     """Start RPC on both ranks; rank 0 trains."""
     if mpisgd.size() != 2:
-        raise mpisgd.JobError("this network has two parts: start it with mpirun -n 2")
+        raise mpisgd.JobError("this network has two parts: start this with mpirun -n 2")
     torch.manual_seed(mpisgd.rank())
     rpc.init_rpc(("recurrent", "embedding_and_decoder")[mpisgd.rank()])
     if mpisgd.rank() == 0:

@@ -4,9 +4,12 @@ It loads neither torch nor MPI: the cores are the job's.
 """
 
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Annotated, NamedTuple
 
 import psutil
@@ -20,15 +23,19 @@ from mpisgd.arguments import ranks_text
 from mpisgd.bench.report.rows import as_bytes
 from mpisgd.config import is_launched
 from mpisgd.errors import JobError
-from mpisgd.monitor.hang_report import activity, main_wait, missing
+from mpisgd.monitor.hang_report import activity, for_whom, main_wait
 from mpisgd.monitor.job_finder import FoundJob, choose_job, describe, find_jobs
 from mpisgd.monitor.mailbox_pages import Steps
-from mpisgd.monitor.rank_state import RUNS, RankState
+from mpisgd.monitor.rank_state import RUNS, RankState, Wait
 
 __all__ = ["Usage", "as_lines", "cells_of", "table_of", "top"]
 
 HEADINGS = ("rank", "pid", "step", "steps/s", "last step", "memory", "shared", "cpu", "what it does")
+WIDE_ONLY = ("last step", "shared")
+WIDE = 120  # columns of a terminal from which on there is room for these
 SAMPLE_S = 0.2  # of the time that a process spends on a core
+# A rank stands whose last step ended so long ago, in steps of the mean length and in seconds.
+STANDS_STEPS, STANDS_S = 10, 2.0
 ENDED = "the job has ended"
 
 Pid = Annotated[int | None, typer.Option(help="A process of the job, where several run here.")]
@@ -99,13 +106,14 @@ class _Watch:
 
     def lines(self) -> list[str]:
         """Return it as plain text."""
-        return [self._heading(), *as_lines(self._cells())]
+        return [self._heading(), *as_lines(self._cells(), shutil.get_terminal_size((100, 24)).columns)]
 
     def live(self, interval_s: float) -> None:
         """Show it until the job ends, or for ever."""
-        with Live(console=Console(), auto_refresh=False) as live:
+        console = Console()
+        with Live(console=console, auto_refresh=False) as live:
             while self._goes_on():
-                live.update(table_of(self._heading(), self._cells()), refresh=True)
+                live.update(table_of(self._heading(), self._cells(), console.width), refresh=True)
                 time.sleep(interval_s)
         typer.echo(ENDED)
 
@@ -138,8 +146,10 @@ def cells_of(
         usage: of its process.
         now_ns: by `time.monotonic_ns`.
     """
-    rate = f"{1e9 / steps.mean_ns:.3g}" if steps.mean_ns else "-"
-    since = f"{(now_ns - steps.last_ns) / 1e9:.1f} s ago" if steps.number else "-"
+    since_s = (now_ns - steps.last_ns) / 1e9
+    stands = since_s > max(STANDS_S, STANDS_STEPS * steps.mean_ns / 1e9)
+    rate = f"{0 if stands else 1e9 / steps.mean_ns:.3g}" if steps.mean_ns else "-"
+    since = f"{since_s:.1f} s ago" if steps.number else "-"
     memory = as_bytes(usage.own_bytes)
     if state.device_bytes:
         memory += f" + {as_bytes(state.device_bytes)} GPU"
@@ -162,29 +172,45 @@ def _doing(state: RankState, states: Sequence[RankState]) -> str:
     if wait is None:
         return "runs" if state.state == RUNS and not state.waits else activity(state, states)
     elsewhere = sorted(set(wait.members) - {each.rank for each in states})
-    text = activity(state, states)
-    if elsewhere and not missing(wait, states):
-        text = text.replace("waits", f"waits for {ranks_text(elsewhere)} on other hosts", 1)
-    return f"{wait.waited_s:.1f} s: {text}"
+    whom = for_whom(wait, state.rank, states)
+    if elsewhere and not whom:
+        whom = f" for {ranks_text(elsewhere)} on other hosts"
+    return f"waits{whom}: {_in_short(wait)} ({wait.waited_s:.0f} s)"
 
 
-def as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+def _in_short(wait: Wait) -> str:
+    """Return the operation, the step and the line of the program: what fits beside the numbers."""
+    step = re.search(r"\bstep (\d+)", wait.what)
+    place = re.match(r"(.+:\d+)(?: in |$)", wait.site)
+    parts = [wait.what.partition("(")[0], step and step[0], place and PurePath(place[1]).name]
+    return ", ".join(part for part in parts if part)
+
+
+def _in_width(row: Sequence[str], width: int) -> list[str]:
+    """Return the cells of a row that are shown in so many columns of a terminal."""
+    return [
+        cell for heading, cell in zip(HEADINGS, row, strict=True) if width >= WIDE or heading not in WIDE_ONLY
+    ]
+
+
+def as_lines(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Return rows below their headings as lines; all but the last column are numbers."""
-    table = [HEADINGS, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(HEADINGS) - 1)]
+    table = [_in_width(row, width) for row in (HEADINGS, *rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]) - 1)]
     return [
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
         for row in table
     ]
 
 
-def table_of(title: str, rows: Sequence[Sequence[str]]) -> Table:
-    """Return it for a terminal."""
+def table_of(title: str, rows: Sequence[Sequence[str]], width: int) -> Table:
+    """Return it for a terminal; a rank has one line, which is cut where the terminal is too narrow."""
     table = Table(title=escape(title), title_justify="left", box=None, padding=(0, 1))
-    for heading in HEADINGS[:-1]:
+    *numbers, last = _in_width(HEADINGS, width)
+    for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(HEADINGS[-1], overflow="fold")
+    table.add_column(last, no_wrap=True, overflow="ellipsis")
     for row in rows:
         waits = row[-1] != "runs"
-        table.add_row(*map(escape, row), style="yellow" if waits else "")
+        table.add_row(*map(escape, _in_width(row, width)), style="yellow" if waits else "")
     return table

@@ -154,20 +154,21 @@ class ConsistencyChecker:
             return str(operation)
         return str(operation._replace(root=self.communicator.global_ranks[operation.root]))
 
-    def compare(self, operation: Operation, text: str, detail: str) -> CollectiveMismatch:
+    def compare(self, operation: Operation, site: str, detail: str) -> CollectiveMismatch:
         """Gather what every rank was about to do; return the error that tells which ranks differ. Collective.
 
         Args:
             operation: of this rank.
-            text: the same in words, and where it was called.
+            site: where it was called.
             detail: more about it, in lines.
 
         Raises:
             CollectiveTimeout: another rank timed out earlier, so it does not come to compare.
         """
-        self._wait_for_all(text)
+        text = self.text_of(operation)
+        self._wait_for_all(f"{text} at {site}")
         fields = tuple(_in_words(getattr(operation, name)) for name in COMPARED)
-        mine = Intention(exit_code, self.number, operation.kind, fields, text, detail)
+        mine = Intention(exit_code, self.number, operation.kind, fields, text, site, detail)
         told = self.communicator.all_gather_object(mine)
         return mismatch_of(self.name, dict(zip(self.communicator.global_ranks, told, strict=True)))
 
@@ -231,7 +232,7 @@ class ConsistencyCheck:
         if low != high:
             self._checker.history = (low * MULTIPLIER + high) & MASK  # the same on all ranks again
             detail = self._detail() if self._detail is not None else ""
-            raise self._checker.compare(self._operation, f"{self._what}  at {self._site()}", detail)
+            raise self._checker.compare(self._operation, self._site(), detail)
 
     @property
     def _what(self) -> str:

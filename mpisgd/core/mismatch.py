@@ -1,22 +1,29 @@
 """What ranks are told when they are not about to do the same: a sentence, then what each was about to do."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from mpisgd import config
 from mpisgd.arguments import ranks_text
 from mpisgd.errors import CollectiveMismatch
 
-__all__ = ["COMPARED", "Intention", "mismatch_of"]
+__all__ = ["COMPARED", "Intention", "in_short", "mismatch_of"]
 
 UNEVEN = (
     "the usual cause is that the ranks have unequal numbers of batches: give all as many, as "
     "DistributedSampler(drop_last=True) does"
 )
+ON_SOME_RANKS = "the usual cause is a call that only some ranks make, such as one behind `if rank() == 0`"
 # What messages call an operation of which the program has not called a function by its name.
 PHRASES = {"gradients": "reduces gradients", "shutdown": "has ended its program"}
+LABELS = {"when": "step"}  # of what ranks compare, in sentences
 COMPARED = ("op", "dtype", "shape", "root", "device", "owner", "when")
 SHOWN_LINES = 5
+SHOWN_ARGUMENTS = 6  # of an operation with more, those that differ are shown, or the first ones
+# What tells people nothing: it is shown where nothing else differs.
+HASHES = re.compile(r"( of plan [0-9a-f-]+|hash [0-9a-f]+)$")
 
 
 class Intention(NamedTuple):
@@ -27,7 +34,8 @@ class Intention(NamedTuple):
         number: of the operation in its group.
         kind: of the operation.
         fields: the values of COMPARED, in words.
-        text: the operation, and where it was called.
+        text: the operation.
+        site: where it was called.
         detail: more about it, in lines.
     """
 
@@ -36,23 +44,25 @@ class Intention(NamedTuple):
     kind: str
     fields: tuple[str, ...]
     text: str
+    site: str
     detail: str
 
 
 def mismatch_of(group: str, told: Mapping[int, Intention]) -> CollectiveMismatch:
     """Return the error for what the ranks of a group were about to do, by rank; the same on all of them."""
-    described: dict[tuple[int, str, str], list[int]] = defaultdict(list)
+    described: dict[tuple[int, str, str, str], list[int]] = defaultdict(list)
     exits: dict[int, list[int]] = defaultdict(list)
     for rank, mine in told.items():
-        described[mine.number, mine.text, mine.detail].append(rank)
+        described[mine.number, mine.site, mine.text, mine.detail].append(rank)
         if mine.exit_code:
             exits[mine.exit_code].append(rank)
-    common = set.intersection(*(set(detail.splitlines()) for _, _, detail in described))
+    common = set.intersection(*(set(detail.splitlines()) for *_, detail in described))
     lines = [f"{ranks_text(ranks)} left the program by sys.exit({code})" for code, ranks in exits.items()]
     lines += filter(None, [summary(told)])
     lines.append(f"the ranks of group '{group}' do not agree on what comes next:")
-    for (number, text, detail), ranks in sorted(described.items(), key=lambda item: item[1]):
-        lines.append(f"  {ranks_text(ranks)}: operation {number}, {text}")
+    shown = _shown(told.values())
+    for (number, site, text, detail), ranks in sorted(described.items(), key=lambda item: item[1]):
+        lines.append(f"  {ranks_text(ranks)} at {site}: operation {number}, {shown[text]}")
         lines += [f"      {line}" for line in _only_here(detail, common)]
     error = CollectiveMismatch("\n".join(lines))
     error.exit_code = next(iter(exits), error.exit_code)
@@ -64,16 +74,28 @@ def summary(told: Mapping[int, Intention]) -> str:
     by_kind = _ranks_by((mine.kind, rank) for rank, mine in told.items())
     if len(by_kind) > 1:
         sentence = ", ".join(f"{ranks_text(ranks)} {_does(kind, ranks)}" for kind, ranks in by_kind.items())
-        return f"{sentence}; {UNEVEN}" if by_kind.keys() == PHRASES.keys() else sentence
+        if "shutdown" in by_kind:
+            return f"{sentence}; {UNEVEN if by_kind.keys() == PHRASES.keys() else ON_SOME_RANKS}"
+        return sentence
     (kind,) = by_kind
     for place, name in enumerate(COMPARED):
         values = _ranks_by((mine.fields[place], rank) for rank, mine in told.items())
-        if len(values) > 1 and name == "owner":
+        if len(values) > 1 and name == "owner" and len({value.partition(" (")[0] for value in values}) > 1:
             return f"{kind} is of different optimizers, or of none: see each rank's line"
+        if len(values) > 1 and name == "owner":
+            break
         if len(values) > 1:
             differ = ", ".join(f"{value or 'none'} on {ranks_text(ranks)}" for value, ranks in values.items())
-            return f"{name} of {kind} differs: {differ}"
-    return ""
+            return f"{LABELS.get(name, name)} of {kind} differs: {differ}"
+    if len({mine.detail for mine in told.values()}) > 1:
+        return f"{kind}: the parameters differ; below each rank are those that not all ranks have alike"
+    by_argument = _ranks_by((text, rank) for rank, mine in told.items() for text in _arguments(mine.text))
+    apart = [
+        f"{argument} on {ranks_text(ranks)}"
+        for argument, ranks in by_argument.items()
+        if len(ranks) < len(told) and not HASHES.search(argument)
+    ]
+    return f"the arguments of {kind} differ: {', '.join(apart)}" if apart else ""
 
 
 def _does(kind: str, ranks: Sequence[int]) -> str:
@@ -88,6 +110,50 @@ def _ranks_by(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = defaultdict(list)
     for value, rank in pairs:
         found[value].append(rank)
+    return found
+
+
+def _shown(told: Iterable[Intention]) -> dict[str, str]:
+    """Return what is shown of each operation: all of it if MPISGD_FULL_TRACEBACK is set."""
+    texts: dict[str, set[str]] = defaultdict(set)
+    for mine in told:
+        texts[mine.kind].add(mine.text)
+    if config.full_traceback():
+        return {text: text for alike in texts.values() for text in alike}
+    return {text: shown for alike in texts.values() for text, shown in _shortened(sorted(alike)).items()}
+
+
+def _shortened(texts: Sequence[str]) -> dict[str, str]:
+    """Return operations of one kind without hashes, and long ones without what all of them have."""
+    arguments = {text: _arguments(text) for text in texts}
+    plain = {
+        text: list(filter(None, (HASHES.sub("", one) for one in ones))) for text, ones in arguments.items()
+    }
+    if len(set(map(tuple, plain.values()))) < len(texts):
+        plain = arguments  # hashes alone differ
+    common = set.intersection(*map(set, plain.values()))
+    shown = {}
+    for text, ones in plain.items():
+        told = ones
+        if len(ones) > SHOWN_ARGUMENTS:
+            told = [*([one for one in ones if one not in common] or ones[:SHOWN_ARGUMENTS]), "..."]
+        shown[text] = f"{text.partition('(')[0]}({', '.join(told)})"
+    return shown
+
+
+def in_short(text: str) -> str:
+    """Return an operation in words, without hashes and with its first arguments only."""
+    return text if config.full_traceback() else _shortened([text])[text]
+
+
+def _arguments(text: str) -> list[str]:
+    """Return the arguments of an operation in words; there may be commas within brackets."""
+    found: list[str] = []
+    for piece in text.partition("(")[2].removesuffix(")").split(", "):
+        if found and any(found[-1].count(left) > found[-1].count(right) for left, right in ("()", "[]")):
+            found[-1] += f", {piece}"
+        else:
+            found.append(piece)
     return found
 
 

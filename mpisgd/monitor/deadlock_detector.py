@@ -91,7 +91,8 @@ def fingerprint(state: RankState) -> tuple[object, ...]:
 
 def describe_deadlock(states: Sequence[RankState], stuck: set[int]) -> str:
     """Say who waits where and for which ranks; of those that are able, what they do."""
-    lines = [f"{ranks_text(stuck)} can never go on, since each waits for another or for one at its end:"]
+    why = "they wait for each other, or for a rank that has ended its program"
+    lines = [f"{ranks_text(stuck)} can never go on: {why}:"]
     for state in states:
         if state.rank not in stuck:
             lines.append(f"  rank {state.rank} {'has left' if state.state == LEFT else state.state}")

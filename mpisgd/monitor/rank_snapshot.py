@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpisgd.accelerator.runtime import runtime
+from mpisgd.core.mismatch import in_short
 from mpisgd.errors import MpisgdError
 from mpisgd.monitor.idle_threads import may_communicate
 from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
@@ -138,7 +139,7 @@ def _wait(
         running, group, queue = operation
         check = queue.consistency
         timeout_s, site = timeout_s or check.timeout_s, running.site()
-        what = str(running.operation)
+        what = in_short(str(running.operation))
         reason = WaitReason(what, group.name, (), group.ranks, check.number, group.ordinal)
     else:
         reason = WaitReason(f"MPI {call}" if call else "other ranks")

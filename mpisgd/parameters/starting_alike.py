@@ -58,7 +58,7 @@ def check_alike(
     )
     if bool((everyones != everyones[0]).any()):
         lines = _differences([name for name, _ in named], prints, settings, group, unless)
-        raise CollectiveMismatch(f"{kind}, {when}: " + "\n  ".join(lines[:MOST_LINES]))
+        raise CollectiveMismatch("\n  ".join([*lines[:MOST_LINES], f"found by {kind}, {when}"]))
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _differences(
     if differ:
         lines.insert(
             0,
-            f"ranks start from different parameters (first: {differ[0]}; {len(differ)} of {len(names)}); "
+            f"the ranks start from different parameters (first: {differ[0]}; {len(differ)} of {len(names)}); "
             f"call mpisgd.broadcast_parameters(model) after it is built{unless}",
         )
     return lines

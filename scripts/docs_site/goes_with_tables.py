@@ -1,4 +1,4 @@
-"""The tables of "What goes with what" in docs/concepts/strategies.md, from the methods' declarations.
+"""The tables of docs/concepts/combinations.md, "What goes with what", from the methods' declarations.
 
 python scripts/docs_site/goes_with_tables.py --write    # renew them; a test compares
 """
@@ -16,7 +16,7 @@ from mpisgd.methods.strategy.goes_with import OPTIONS, SITUATIONS, GoesWith
 
 __all__ = ["PAGE", "generated", "with_tables"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "strategies.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "combinations.md"
 BEGIN, END = "<!-- generated: goes_with_tables.py -->", "<!-- end of generated -->"
 FIRST = ("Synchronous", "Sharded")
 

@@ -2,7 +2,8 @@
 
     mpirun --with-ft ulfm -n 3 python scripts/tutorial/elastic.py
 
-The others go back to the last commit, divide the data anew and go on as two.
+The others go back to the last commit, divide the data again and continue as two. With any other number of
+ranks, none is lost.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import mpisgd
 def main() -> None:
     """Train for three epochs."""
     mpisgd.init()
+    if mpisgd.size() == 3 and "OMPI_MCA_mpi_ft_enable" not in os.environ:
+        raise mpisgd.JobError(
+            "the loss of a rank would end this job: start this with mpirun --with-ft ulfm -n 3"
+        )
     model = network()
     optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     state = mpisgd.elastic.State(model=model, optimizer=optimizer, epoch=0, losses=[])

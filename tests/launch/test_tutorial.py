@@ -23,6 +23,8 @@ SAME = (
 OTHERS = ("mixed_precision", "parameter_server")
 SHORT = ("ddp", "parameter_server", "collectives")  # the others run with --long only
 AFTER_3_EPOCHS = 0.8
+RUNNABLE = sorted([*PROGRAMS.glob("*.py"), *PROGRAMS.parent.glob("rpc_*.py")])
+RUNNABLE.remove(PROGRAMS / "digits.py")  # what the others import
 
 
 def run(name: str, num_ranks: int = 2, options: tuple[str, ...] = ()) -> list[str]:
@@ -83,9 +85,9 @@ def test_messages_arrive(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["zero", "pipeline", "tensor_parallel", "point_to_point"])
-def test_a_program_runs_on_any_ranks_or_says_in_a_line_what_it_wants(name, num_ranks):
-    done = run_python(str(PROGRAMS / f"{name}.py"), num_ranks=num_ranks)
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda path: path.stem)
+def test_a_program_runs_on_any_ranks_or_says_in_a_line_what_it_wants(path, num_ranks):
+    name, done = path.stem, run_python(str(path), num_ranks=num_ranks)
     if done.returncode == 0:
         assert done.stdout.strip()
     else:

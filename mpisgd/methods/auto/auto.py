@@ -24,7 +24,7 @@ class Auto(Compressor):
 
     Attributes:
         candidates: the one that changes gradients least comes first. Those by default are known to keep the
-            accuracy of small models within a point; see docs/concepts/strategies.md.
+            accuracy of small models within a point; see docs/concepts/compression.md.
         max_time_ratio: a candidate is preferred to those before it if its reductions take at most so much of
             the time of theirs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
@@ -30,7 +31,7 @@ def test_who_waits_is_said_for_whom_and_how_long():
     states = [state(0, waits=True, begun=7), state(1, waits=False, begun=6), state(2, waits=True, begun=7)]
     row = cells(states[0], states)
     assert row[:-1] == ["0", "100", "1,234", "25", "2.0 s ago", "300 MiB", "90 MiB", "97%"]
-    assert row[-1] == "3.2 s: waits for rank 1: all_reduce, operation 7 of group 'world', at t.py:4"
+    assert row[-1] == "waits for rank 1: all_reduce, t.py:4 (3 s)"
     assert cells(states[1], states)[-1] == "runs"
 
 
@@ -57,7 +58,7 @@ def test_columns_stand_below_their_headings():
         ("0", "100", "1,234", "25", "2.0 s ago", "300 MiB", "90 MiB", "97%", "waits"),
         ("1", *[""] * 7, "runs"),
     ]
-    lines = as_lines(rows)
+    lines = as_lines(rows, 120)
     assert [line.rstrip() for line in lines] == lines
     assert {line.index(last) for line, last in zip(lines, (HEADINGS[-1], "waits", "runs"), strict=True)} == {
         lines[0].index(HEADINGS[-1])
@@ -67,8 +68,27 @@ def test_columns_stand_below_their_headings():
 def test_what_looks_like_markup_is_shown_as_it_is():
     rows = [("0", "1", "2", "3", "4", "5", "6", "7", "waits: shape=[1016]"), (*"12345678", "runs")]
     console = Console(file=StringIO(), width=160)
-    console.print(table_of("node1: 2 ranks: python [x].py", rows))
+    console.print(table_of("node1: 2 ranks: python [x].py", rows, 160))
     text = console.file.getvalue()
     assert "python [x].py" in text
     assert "shape=[1016]" in text
     assert all(heading in text for heading in HEADINGS)
+
+
+def test_a_rank_has_one_line_of_100_columns_and_rate_0_where_it_stands():
+    what = "gradients(op=AVG, dtype=float32, shape=[24], 1 bucket(s), step 51, reduction 0, ...)"
+    wait = replace(SUM, what=what, site="/home/me/hang.py:6 in train")
+    states = [
+        replace(state(0, waits=True, begun=7), waits=(wait,)),
+        state(1, waits=False, begun=6),
+        state(2, waits=False, begun=7),
+    ]
+    rows = [cells_of(one, states, STEPS, USAGE, 60 * 10**9) for one in states]
+    lines = as_lines(rows, 100)
+    assert lines[0].split() == ["rank", "pid", "step", "steps/s", "memory", "cpu", "what", "it", "does"]
+    assert lines[1].endswith("97%  waits for rank 1: gradients, step 51, hang.py:6 (3 s)")
+    assert lines[1].split()[3] == "0"
+    assert max(map(len, lines)) <= 100
+    console = Console(file=StringIO(), width=100)
+    console.print(table_of("node1: 3 ranks: python hang.py", rows, 100))
+    assert len(console.file.getvalue().splitlines()) == 1 + 1 + 3
