@@ -11,11 +11,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import IO
 
 import psutil
+
+from mpisgd.cli.notices import NoticeFilter
 
 __all__ = ["Supervisor"]
 
@@ -43,7 +47,15 @@ class Supervisor:
         Raises:
             OSError: it cannot be started.
         """
-        child = subprocess.Popen(command, env=dict(env), start_new_session=True, preexec_fn=_tied_to_parent())
+        child = subprocess.Popen(
+            command,
+            env=dict(env),
+            start_new_session=True,
+            preexec_fn=_tied_to_parent(),
+            stderr=subprocess.PIPE,
+        )
+        errors = threading.Thread(target=_pass_on, args=(child.stderr,), daemon=True)
+        errors.start()
         self._child = child
         if self.stopped_by is not None:  # it came a moment before there was anyone to tell
             child.send_signal(signal.SIGTERM)
@@ -52,6 +64,7 @@ class Supervisor:
         finally:
             self._child = None
             _end_session(child.pid)
+            errors.join(LEFTOVERS_LIMIT_S)
         return code if code >= 0 else 128 - code
 
     def pause(self, seconds: float) -> None:
@@ -67,6 +80,21 @@ class Supervisor:
             sent = signal.SIGUSR1 if number == signal.SIGTERM else sent
         if self._child is not None:
             self._child.send_signal(sent)
+
+
+def _pass_on(source: IO[bytes]) -> None:
+    """Write what the launcher writes on stderr, without its notices of an abort, until it has ended."""
+    notices = NoticeFilter()
+    with source:
+        while data := os.read(source.fileno(), 1 << 16):
+            _write(notices.feed(data))
+    _write(notices.close())
+
+
+def _write(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # whoever has read it has ended
+        while data:
+            data = data[os.write(2, data) :]
 
 
 def _tied_to_parent() -> Callable[[], None] | None:
