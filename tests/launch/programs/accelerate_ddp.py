@@ -1,5 +1,7 @@
 """Train with Accelerate."""
 
+import os
+
 import torch
 from accelerate import Accelerator
 from one_process import BATCH_SIZE, loss_of, make_data, make_net, make_optimizer, max_difference
@@ -8,6 +10,7 @@ from torch.utils.data import DataLoader
 from mpisgd.integrations.accelerate import use_mpi
 
 use_mpi()
+assert os.environ["ACCELERATE_USE_CPU"] == "true"  # otherwise ranks of transformers' Trainer train alone
 accelerator = Accelerator()
 rank, size = accelerator.process_index, accelerator.num_processes
 net = make_net(seed=rank)  # DDP gives everyone rank 0's weights
