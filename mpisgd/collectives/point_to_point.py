@@ -75,7 +75,10 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     def arrived(nbytes: int) -> None:
         expected = tensor.numel() * tensor.element_size()
         if nbytes != expected:
-            raise ShapeMismatch(f"recv: got {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})")
+            sender = "the message" if src is None else f"the message from rank {src}"
+            raise ShapeMismatch(
+                f"recv: {sender} has {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})"
+            )
         copy_back()
 
     ready = None if guard is None else guard.ready

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpisgd.core.mismatch import COMPARED, Intention, mismatch_of
+from mpisgd.core.mismatch import COMPARED, Intention, in_short, mismatch_of
 from mpisgd.core.owner import Owner
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 from mpisgd.interfaces.communicator import Communicator, DigestExchange
@@ -234,15 +234,11 @@ class ConsistencyCheck:
             detail = self._detail() if self._detail is not None else ""
             raise self._checker.compare(self._operation, self._site(), detail)
 
-    @property
-    def _what(self) -> str:
-        return self._checker.text_of(self._operation)
-
     def _who_is_missing(self, backoff: Backoff) -> str:
         checker, seen = self._checker, f" ({backoff.missing})" if backoff.missing else ""
         return (
-            f"{self._what} at {self._site()}: rank {checker.me} (group '{checker.name}', operation "
-            f"{checker.number}) has waited {backoff.waited_s:.1f} s for "
-            f"{checker.digest_exchange.missing()}{seen}. Raise MPISGD_TIMEOUT_S or the group's own timeout "
+            f"rank {checker.me} has waited {backoff.waited_s:.1f} s for {checker.digest_exchange.missing()}"
+            f"{seen}, at {self._site()} in {in_short(checker.text_of(self._operation))}, operation "
+            f"{checker.number} of group '{checker.name}'. Raise MPISGD_TIMEOUT_S or the group's own timeout "
             "if ranks may be that far apart"
         )

@@ -162,4 +162,10 @@ def _formatted(exc: BaseException) -> str:
         while frames and frames[-1].filename.startswith(LIBRARIES):
             frames.pop()
         whole.stack = traceback.StackSummary.from_list(frames)
+        if whole.__cause__ is not None and all(map(_is_library, whole.__cause__.stack)):
+            whole.__cause__ = None  # our error says what it said
     return "".join(whole.format()).rstrip()
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith((*LIBRARIES, "src/mpi4py/"))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mpisgd.errors import MpiFailed
+from mpisgd.errors import ShapeMismatch
 
 __all__ = ["Mailbox", "Memory", "Message", "Request"]
 
@@ -61,7 +61,7 @@ class Request:
         """Return whether it is over, moving it along.
 
         Raises:
-            MpiFailed: it went wrong.
+            ShapeMismatch: the message is longer than the memory.
         """
         if not self.is_done and self._test is not None:
             self.is_done = self._test()
@@ -167,9 +167,9 @@ class Mailbox:
 
 def _deliver(message: Message, receive: _Receive) -> None:
     if message.memory.nbytes > receive.memory.nbytes:
-        receive.request.error = MpiFailed(
-            f"a message of {message.memory.nbytes} bytes from rank {message.src} was truncated: "
-            f"{receive.memory.nbytes} were to be received"
+        receive.request.error = ShapeMismatch(
+            f"recv: the message from rank {message.src} is longer than the tensor "
+            f"({message.memory.nbytes} bytes or more)"
         )
     else:
         receive.memory.fill_from(message.memory)

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpisgd import tracing
-from mpisgd.errors import MpisgdError
+from mpisgd.errors import MpisgdError, ShapeMismatch
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.transport.mpi.calls import mpi_call
 from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
@@ -226,7 +226,16 @@ class Communicator:
     def poll_one(self, request: Request) -> tuple[int, int] | None:
         """Return (source rank, bytes received) once `request` is complete, None before."""
         status = MPI.Status()
-        done = cast(MPI.Request, request).Test(status)
+        try:
+            done = cast(MPI.Request, request).Test(status)
+        except MPI.Exception as exc:
+            if exc.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            # Open MPI tells here how much was sent, MPICH how much there was room for.
+            sender, nbytes = self.global_ranks[status.Get_source()], status.Get_elements(MPI.BYTE)
+            raise ShapeMismatch(
+                f"recv: the message from rank {sender} is longer than the tensor ({nbytes} bytes or more)"
+            ) from exc
         return (status.Get_source(), status.Get_elements(MPI.BYTE)) if done else None
 
     @mpi_call("Cancel")

@@ -113,6 +113,7 @@ def test_the_receiver_of_another_size_is_told(groups, sent, expected):
     with raises_everywhere(mpisgd.ShapeMismatch) as caught:
         receive.wait()
     assert receive.is_completed()
+    everyone(f"from rank {before}" in caught.text, caught.text)
     if sent < expected:
         everyone(str(sent * 4) in caught.text and str(expected * 4) in caught.text, caught.text)
     work.wait()

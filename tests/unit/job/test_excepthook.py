@@ -115,6 +115,23 @@ def test_who_prints_later_waits_until_who_prints_first_can_have_raised(
     assert (ended[0] == 0.0) == (at_least_s == 0.0)
 
 
+def test_a_cause_inside_of_mpisgd_is_left_out_and_one_of_the_program_is_shown(monkeypatch):
+    def shown(filename: str) -> str:
+        code = compile("1 / 0", filename, "exec")
+        try:
+            exec(code)
+        except ZeroDivisionError as cause:
+            cause.__traceback__ = cause.__traceback__.tb_next  # as if the frame before were not there
+            error = mpisgd.errors.MpiFailed("it failed")
+            error.__cause__ = cause
+            return excepthook._formatted(error)
+
+    assert "ZeroDivisionError" in shown("train.py")
+    assert "ZeroDivisionError" not in shown(excepthook.__file__)
+    monkeypatch.setenv("MPISGD_FULL_TRACEBACK", "1")
+    assert "ZeroDivisionError" in shown(excepthook.__file__)
+
+
 def test_an_error_of_ours_is_shown_up_to_the_line_of_the_program(monkeypatch):
     def lines() -> list[str]:
         try:
