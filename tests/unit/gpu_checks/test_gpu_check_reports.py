@@ -10,7 +10,7 @@ from gpu_checks.benches import BENCHES
 from gpu_checks.catalog import CHECKS, MPI, NCCL, Setting, planned, settings
 from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding, joined
 from gpu_checks.jobs import launch, tail
-from gpu_checks.main import NAMES, SUITE, parse
+from gpu_checks.main import NAMES, SUITE, parse, without_output
 from gpu_checks.report import Report, Result
 
 HERE = {"PATH": "/usr/bin:/bin"}
@@ -47,6 +47,11 @@ def test_names_of_checks_are_those_of_the_command():
     assert parse(["--only", "future,tests"]).names == ["future", "tests"]
     with pytest.raises(SystemExit):
         parse(["--only", "futures"])
+
+
+def test_a_report_names_no_folder_of_the_user():
+    words = ["--simulated", "--output", "/home/me/out", "--quick", "--output=/home/me", "--limit", "9"]
+    assert without_output(words) == ["--simulated", "--quick", "--limit", "9"]
 
 
 # -- how a job ends -------------------------------------------------------------------------------------
