@@ -115,8 +115,8 @@ def test_a_report_has_every_verdict_with_what_was_expected_and_seen(tmp_path):
     text, data = (tmp_path / "report.txt").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert "seen [1, 2]" in text
     assert "the last line" in text
-    assert "left out: no GPU: future (2 nccl)" in text
-    assert "1 hold, 1 fail, 1 left out" in text
+    assert "left out: future (2 ranks by nccl): no GPU" in text
+    assert text.startswith("1 hold, 1 fail, 1 left out")
     assert data["commit"] == "abc"
     assert [check["verdict"] for check in data["checks"]] == [HOLDS, FAILS, LEFT_OUT]
     assert data["checks"][0]["expected"] == "expected"
