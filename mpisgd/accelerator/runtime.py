@@ -35,13 +35,17 @@ class Cuda:
         """Return whether a tensor lies on a GPU."""
         return tensor.is_cuda
 
+    def is_available(self) -> bool:
+        """Return whether there is a GPU here."""
+        return bool(self.module.is_available())
+
     def take_device(self, local_rank: int) -> None:
         """Make GPU number `local_rank`, counted round, the current one, unless the program has used CUDA.
 
         That is what torch can tell: `torch.cuda.set_device` counts as a use, and so does any tensor on a
         GPU. GPU 0 is the current one by itself; not to touch it spares programs for the CPU its context.
         """
-        if self.module.is_available() and not self.module.is_initialized():
+        if self.is_available() and not self.module.is_initialized():
             number = local_rank % self.module.device_count()
             if number > 0:
                 self.module.set_device(number)

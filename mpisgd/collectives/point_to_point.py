@@ -22,7 +22,7 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
 
     Args:
         tensor: any dense tensor; leave it alone until the work's `wait()`. One on a GPU goes by NCCL to
-            another GPU, where collectives of the group do; else it is copied to host memory.
+            another GPU, unless the group's collectives go through host memory, as it then does itself.
         dst: global rank of the receiver.
         group: defaults to all processes of the job; sender and receiver name the same group.
         tag: messages of equal tag between two ranks arrive in order.

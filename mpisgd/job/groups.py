@@ -9,7 +9,7 @@ from torch import Tensor
 from mpisgd.arguments import as_index, check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, InvalidRank
+from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, InvalidRank, NcclFailed
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.interfaces.job import Job
 from mpisgd.job.group_factory import make_group
@@ -46,6 +46,7 @@ def new_group(
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
         InvalidArgument: `pg_options` are wrong, or differ; on every rank.
         CollectiveMismatch: the ranks of the job asked for different groups.
+        NcclFailed: the world's communicator cannot be split on some rank; on every rank of the job.
     """
     job = current_job()
     members = _check_members(range(job.world.size) if ranks is None else ranks, job.world.size)
@@ -75,7 +76,12 @@ def new_group(
     group.pg_options = pg_options
     job.add(group)
     if all(can for can, _ in told):
-        split_from(job.world, group)
+        try:
+            split_from(job.world, group)
+        except NcclFailed:  # on all of them
+            job.groups.remove(group)
+            group.close()
+            raise
     return group
 
 

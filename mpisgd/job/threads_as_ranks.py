@@ -69,8 +69,8 @@ def run_ranks(
 
     Inside, `mpisgd.rank()`, groups, collectives, optimizers and so on are those of the rank whose thread
     calls them. What belongs to the process is shared: torch's default generator, the number of threads, the
-    environment. The program must not call `init()` with other ranks, use torch's NCCL, or wait in a way of
-    its own for what another rank does.
+    environment. Messages between GPUs go through host memory. The program must not call `init()` with other
+    ranks, use torch's NCCL, or wait in a way of its own for what another rank does.
 
     With `losses` the job outlives lost ranks, as under `mpirun --with-ft ulfm`: each rank has its failure
     detector, and `mpisgd.elastic.run` goes on with those that are left. Without, nobody is lost.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpisgd import config, tracing
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.group import Group
 from mpisgd.core.topology import discover
 from mpisgd.errors import JobError
@@ -20,6 +21,7 @@ from mpisgd.monitor.failure_detector import FailureDetector, FaultTolerance
 from mpisgd.monitor.state_collector import StateCollector
 from mpisgd.monitor.watchdog import StallMonitor, Watchdog
 from mpisgd.threads.waiting import set_oversubscribed
+from mpisgd.transport.device.messages import DeviceMessages
 from mpisgd.tuning.profile import find_costs
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Job:
         timeout_s: how long operations wait.
         threads_allowed: whether MPI runs at THREAD_MULTIPLE.
         gpu: how tensors on GPUs travel, one of `config.GPU_CHOICES`.
+        has_nccl: whether any rank has a GPU, and a torch with NCCL.
         pg_options: of NCCL, as the program has given them; the same on all ranks.
         comm: the user's communicator, None for MPI.COMM_WORLD.
         hooks: ends the job when an exception is not caught. None where the ranks are threads, as are the next
@@ -65,6 +68,7 @@ class Job:
     timeout_s: float
     threads_allowed: bool
     gpu: str
+    has_nccl: bool = False
     pg_options: Any = None
     comm: "MPI.Intracomm | None" = None
     hooks: ExceptHook | None = None
@@ -91,6 +95,8 @@ class Job:
         alike = [other.ordinal for other in self.groups if other.ranks == group.ranks]
         group.ordinal = max(alike, default=-1) + 1
         group.job = self
+        if self.has_nccl and group.rank >= 0:
+            group.point_to_point.elsewhere = DeviceMessages(group)
         self.groups.append(group)
 
     def end(self, exit_code: int) -> None:
@@ -144,7 +150,8 @@ def _make_with(
         topology=topology,
         costs=costs,
     )
-    job = Job(communicator, world, timeout_s, threads_allowed, gpu, comm=comm)
+    has_nccl = any(communicator.all_gather_object(runtime().is_available() and runtime().has_nccl()))
+    job = Job(communicator, world, timeout_s, threads_allowed, gpu, has_nccl, comm=comm)
     job.failure_detector, job.complaint = detector, complaint
     job.console = console = ConsoleLock(communicator)
     # The queue is of no use to `hooks` once the world is closed, its counter is.

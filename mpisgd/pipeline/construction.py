@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpisgd.accelerator.runtime import runtime
 from mpisgd.arguments import check_callable, check_flag, ranks_by_text, ranks_text, shown
-from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.coalesced import broadcast_coalesced
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
@@ -37,7 +35,6 @@ __all__ = [
     "OwnParts",
     "Skips",
     "agreed_parts",
-    "connect_gpus",
     "make_stages",
     "open_replicas",
     "open_ties",
@@ -244,15 +241,6 @@ def make_stages(parts: OwnParts, skips: Skips, *, recompute: bool) -> dict[int, 
         )
         for number, module in parts.modules.items()
     }
-
-
-def connect_gpus(stages: Mapping[int, Stage], group: Group) -> None:
-    """Let NCCL connect the GPUs of the ranks, for their messages, where all have one. Collective."""
-    places = {stage.device: None for stage in stages.values() if stage.device.type == runtime().kind}
-    everyones: list[Any] = [None] * group.size
-    all_gather_object(everyones, len(places), group)
-    for place, _ in zip(places, range(min(everyones)), strict=False):
-        all_reduce(torch.zeros(1, device=place), group=group)
 
 
 def open_replicas(parts: OwnParts, group: Group) -> dict[int, Group]:

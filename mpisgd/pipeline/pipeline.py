@@ -19,7 +19,6 @@ from mpisgd.pipeline.construction import (
     Options,
     OwnParts,
     agreed_parts,
-    connect_gpus,
     make_stages,
     open_replicas,
     open_ties,
@@ -132,7 +131,6 @@ class Pipeline:
         self._group = open_group(members.job, members.ranks, name="pipeline")
         self._messages = PipelineMessages(self._group)
         self._stages = make_stages(parts, skips, recompute=checkpoint)
-        connect_gpus(self._stages, self._group)
         self._groups = [self._group]
         self._worker = self._make_worker(parts)
         self._flushing_actions = self._actions(0) if self.schedule.flushes else None

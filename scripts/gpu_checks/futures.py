@@ -105,7 +105,7 @@ def _used_elsewhere(gpu: Gpu, begin: Callable[[Tensor], Any], wanted: float | No
         raise LeftOut("the control saw the fill, for which it does not wait: it was not late")
     return Finding.of(
         not wrong,
-        f"{total:g} on the other stream; what waits for nothing sees 0",
+        f"{total:g} on the other stream; the control, which does not wait, sees 0",
         f"right in {rounds - wrong} of {rounds} rounds",
     )
 

@@ -40,6 +40,6 @@ def survivors_get_an_error(gpu: Gpu) -> Finding:
     return Finding.of(
         not told.startswith("no") and took_s < limit_s,
         f"an error of mpisgd within {limit_s:g} s",
-        f"{told} after {took_s:.1f} s",
+        f"after {took_s:.1f} s: {told}",
         seconds=took_s,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shutil
 import sys
 import time
@@ -66,6 +67,17 @@ def _short(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
+def without_output(words: Sequence[str]) -> list[str]:
+    """The words of the command line but for `--output`: a report names no folder of the user's."""
+    left, words_left = [], iter(words)
+    for word in words_left:
+        if word == "--output":
+            next(words_left, None)
+        elif not word.startswith("--output="):
+            left.append(word)
+    return left
+
+
 class Run:
     """One run of the command.
 
@@ -81,7 +93,7 @@ class Run:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        command = " ".join(["./scripts/gpu_check", *sys.argv[1:]])
+        command = " ".join(["./scripts/gpu_check", *without_output(sys.argv[1:])])
         self.report = Report({"command": command, "when": when, "commit": commit()})
 
     def all(self) -> None:
@@ -119,7 +131,10 @@ class Run:
         problem = launch(command, environment(1), folder / "log.txt", FACTS_LIMIT_S)
         file = folder / "facts.json"
         if file.exists():
-            self.report.facts = json.loads(file.read_text())
+            facts = json.loads(file.read_text())
+            # Not what this command has set for its jobs.
+            given = {name: text for name, text in facts["set_before"].items() if os.environ.get(name) == text}
+            self.report.facts = {**facts, "set_before": given}
         if problem:
             log = tail(folder / "log.txt")
             finding = Finding(FAILS, "the job that looks at the machine comes to its end", problem)

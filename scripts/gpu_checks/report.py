@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_checks.catalog import MPI, NCCL
 from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding
 from mpisgd.bench.report.tables import new_table, show, tables_of
 
@@ -72,7 +73,10 @@ class Report:
 
     def as_json(self) -> str:
         """All of it."""
-        checks = [{**asdict(result), **asdict(result.finding)} for result in self.results]
+        checks = [
+            {**asdict(result), **asdict(result.finding), "seconds": round(result.seconds, 1)}
+            for result in self.results
+        ]
         for check in checks:
             del check["finding"]
         content = {"kind": "gpu_check", **self.header, "machine": self.facts, "summary": self.summary()}
@@ -81,7 +85,12 @@ class Report:
     def as_text(self) -> str:
         """All of it but the figures of single rounds."""
         file = io.StringIO()
-        table = new_table("checks", ["check", "expected", "seen"], ["ranks", "by", "verdict", "s"])
+        show([], [self.summary(), ""], file)
+        table = new_table(
+            f"checks; by {NCCL}, or by {MPI}: through host memory, or by an MPI that is CUDA-aware",
+            ["check", "expected", "seen"],
+            ["ranks", "by", "verdict", "s"],
+        )
         for result in (result for result in self.results if result.finding.verdict != LEFT_OUT):
             found = result.finding
             words = (result.name, found.expected, found.seen)
@@ -90,18 +99,17 @@ class Report:
         tables = [table] if table.row_count else []
         for record in self.records.values():
             tables += tables_of(record["kind"], record["rows"])
-        show(
-            tables,
-            [*self._ends(), *self._left_out(), *_machine(self.header, self.facts), self.summary()],
-            file,
-        )
+        show(tables, [*self._ends(), *self._left_out(), *_machine(self.header, self.facts)], file)
         return file.getvalue()
 
     def _ends(self) -> list[str]:
         """The last lines of the jobs that failed."""
         lines = []
         for result in self.of(FAILS):
-            lines += [f"--- {result.name}, {result.ranks} ranks, {result.by}: {result.what}", *result.log]
+            lines += [
+                f"--- {result.name}, {_ranks(result)}: {result.what}; the end of its output:",
+                *(result.log or ["(none)"]),
+            ]
         return lines
 
     def _left_out(self) -> list[str]:
@@ -109,10 +117,11 @@ class Report:
         named: dict[str, dict[str, list[str]]] = {}
         for result in self.of(LEFT_OUT):
             of_reason = named.setdefault(result.finding.seen, {})
-            of_reason.setdefault(result.name, []).append(f"{result.ranks} {result.by}")
+            of_reason.setdefault(result.name, []).append(_ranks(result))
         return [
-            f"left out: {reason}: "
-            + "; ".join(f"{name} ({', '.join(where)})" for name, where in names.items())
+            "left out: "
+            + ", ".join(f"{name} ({'; '.join(where)})" for name, where in names.items())
+            + f": {reason}"
             for reason, names in named.items()
         ]
 
@@ -120,6 +129,10 @@ class Report:
         """Write both files."""
         (folder / "report.txt").write_text(self.as_text())
         (folder / "report.json").write_text(self.as_json())
+
+
+def _ranks(result: Result) -> str:
+    return f"{result.ranks} rank{'s' * (result.ranks > 1)} by {result.by}"
 
 
 def _plain(text: str) -> str:
@@ -140,6 +153,8 @@ def _machine(header: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     lines += [versions]
     if facts["mpi"]:
         aware = "CUDA-aware" if facts["cuda_aware"] else "not CUDA-aware"
-        lines += [f"{facts['mpi']['library'].split(',')[0]}, {aware}, {facts['mpi']['thread_level']}"]
+        lines += [
+            f"{facts['mpi']['library'].split(',')[0]}, {aware}, thread level {facts['mpi']['thread_level']}"
+        ]
     settings = {**facts["set_before"]}
     return lines + [f"settings: {', '.join(f'{k}={v}' for k, v in settings.items())}"] * bool(settings)

@@ -23,13 +23,19 @@ NAMED = 5  # failed tests, in the report
 def run_suite(setting: Setting, folder: Path, limit_s: float) -> tuple[Finding, float]:
     """Run the tests; what they have found, and the seconds it took."""
     folder.mkdir(parents=True)
-    stage = Stage(f"gpu {setting}", (str(ROOT / "tests" / "gpu"),), setting.size, options=("-m", "not long"))
+    # Nothing is captured: what ends a job in the middle of a test says why.
+    options = ("-m", "not long", "-s")
+    stage = Stage(f"gpu {setting}", (str(ROOT / "tests" / "gpu"),), setting.size, options=options)
     words = run_tests.command(stage)
     env = {**environment(setting.size, setting.transport), "MPISGD_TEST_OUTPUT": str(folder)}
+    env["COLUMNS"] = "250"  # pytest cuts its summary there, and with it what each failed test says
     begun = time.monotonic()
-    options = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    problem = launch([*mpirun(), *words[1:], *options], env, folder / "log.txt", limit_s)
+    of_clone = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+    problem = launch([*mpirun(), *words[1:], *of_clone], env, folder / "log.txt", limit_s)
     took_s = time.monotonic() - begun
+    if (said := folder / "rank-0.log").exists():  # the ranks have the same outcomes
+        with (folder / "log.txt").open("a") as log:
+            log.write(said.read_text(errors="replace"))
     reports = sorted(folder.glob("rank-*.xml"))
     found = run_tests.worst(map(run_tests.outcomes, reports))
     failed = [name.rpartition(".")[2] for name, outcome in found.items() if outcome == "failed"]

@@ -80,6 +80,6 @@ def limit_of_a_group(gpu: Gpu) -> Finding:
     return Finding.of(
         bool(errors) or found == total,
         f"the sum {total}, or an error of mpisgd at the next operation; every process goes on",
-        f"{told} after {took_s:.1f} s, with a timeout of {limit_s:g} s",
+        f"after {took_s:.1f} s, with a timeout of {limit_s:g} s: {told}",
         seconds=took_s,
     )

@@ -114,10 +114,8 @@ def closing(group: mpisgd.Group) -> None:
     group.queue.on_mismatch = lambda: None
     if transport is not None:
         transport.close()
-    messages = group.point_to_point
-    elsewhere, messages.elsewhere = messages.elsewhere, None
-    if elsewhere is not None:
-        elsewhere.close()
+    if group.point_to_point.elsewhere is not None:
+        group.point_to_point.elsewhere.close()
 
 
 @pytest.fixture(params=["nccl", "staging"])

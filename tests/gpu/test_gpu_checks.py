@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_checks import contexts, cpu_and_gpu, futures, memory_reuse, reopening, scaler, step_profile, timeouts
+from gpu_checks import (
+    capture,
+    contexts,
+    cpu_and_gpu,
+    futures,
+    memory_reuse,
+    reopening,
+    scaler,
+    step_profile,
+    timeouts,
+)
 from gpu_checks.finding import FAILS, HOLDS, Finding
 from gpu_checks.gpu import Gpu
 from gpu_under_test import IS_SIMULATED
@@ -61,6 +71,7 @@ IN_PROCESS = {
     "reopen": reopening.abort_and_reopen,
     "contexts": contexts.own_gpu_only,
     "scaler": scaler.overflow_with_offload,
+    "graph": capture.operation_in_a_graph,
     "profile": step_profile.large_model,
 }
 
@@ -141,6 +152,10 @@ MUTATIONS = {
     ),
     "DDP's hook reads a bucket in flight": Mutation(
         "hook", device_work, "future_on", _orders_no_stream, "nccl"
+    ),
+    "DDP reads a bucket in flight": Mutation("ddp-hook", device_work, "future_on", _orders_no_stream, "nccl"),
+    "a capture goes unnoticed": Mutation(
+        "graph", Cuda, "is_capturing", lambda _: lambda self: False, "nccl", min_size=2
     ),
     "nobody tells the allocator of a second stream": Mutation(
         "packed-memory", Tensor, "record_stream", lambda _: lambda self, stream: None, "nccl"

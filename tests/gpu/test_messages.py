@@ -16,6 +16,7 @@ from gpu_checks.gpu import Gpu
 from gpu_checks.messages import crossing
 from gpu_under_test import DEVICE, IS_SIMULATED, gpu
 from simulated_gpu.nccl import SimulatedNccl
+from simulated_gpu.runtime import SimulatedGpu
 from stage_models import batch, make_stages, sgd
 from torch import Tensor
 from torch.nn.functional import mse_loss
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 N = 1000
 LIMIT_S = 1.0
+SOON_S = 10.0  # long before any timeout, also where cores are scarce
 LOST = "rank 1 of the job was lost: killed, or out of reach"
 
 
@@ -61,6 +63,17 @@ def short(group) -> Iterator[mpisgd.Group]:
     """One that a test may break; its timeout is short."""
     made = open_group(current_job(), range(mpisgd.size()), name="short", timeout_s=LIMIT_S)
     mpisgd.all_reduce(torch.ones(1, device=DEVICE), group=made)
+    yield made
+    close_group(made)
+
+
+@pytest.fixture
+def untouched(expected_way, idle_world) -> Iterator[mpisgd.Group]:
+    """One that has not seen a GPU yet."""
+    if expected_way != "nccl":
+        pytest.skip("there is no communicator")
+    made = mpisgd.new_group()
+    assert made.device is None
     yield made
     close_group(made)
 
@@ -116,6 +129,19 @@ def test_a_ring_goes_by_nccl_and_not_by_mpi(group, moved):
         equal(place, given(before, number))
     everyone(moved["nccl"] == 6, f"{moved}")
     everyone(moved["bytes"] < 3 * N, f"{moved}")
+
+
+def test_messages_before_any_collective_go_by_nccl_too(untouched, moved):
+    """They went through host memory, and nobody was told."""
+    before, after = ring()
+    for number in range(2):
+        place = room()
+        receive = mpisgd.irecv(place, before, untouched)
+        mpisgd.isend(on_gpu(mpisgd.rank(), number), after, untouched).wait()
+        receive.wait()
+        equal(place, given(before, number))
+    everyone(untouched.device is None)
+    everyone(moved["nccl"] == 4, f"{moved}")
 
 
 def test_all_send_before_they_receive_and_take_the_last_tag_first(group, moved):
@@ -193,6 +219,23 @@ def test_another_size_is_an_error_at_both_ends_before_anything_is_launched(group
     mpisgd.send(on_gpu(mpisgd.rank()), after, group, 3)
     again.wait()
     equal(place, given(before))
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_short_receive_that_began_before_the_first_collective_is_told_of_another_size(untouched, place):
+    """The sender waited for an answer until its timeout: an announcement had no room there."""
+    before, after = ring()
+    receive = mpisgd.irecv(torch.zeros(place), before, untouched)
+    referee().barrier()
+    mpisgd.all_reduce(room(1), group=untouched)
+    began_s = time.monotonic()
+    work = mpisgd.isend(on_gpu(mpisgd.rank()), after, untouched)
+    for each, src in ((receive, before), (work, mpisgd.rank())):
+        with raises_everywhere(mpisgd.ShapeMismatch) as caught:
+            each.wait()
+        told = f"rank {src} sends {4 * N} bytes of float32"
+        everyone(told in caught.text and f"has {4 * place} " in caught.text, caught.text)
+    everyone(time.monotonic() - began_s < SOON_S)
 
 
 def test_parts_of_tensors_and_other_dtypes(group):
@@ -376,12 +419,10 @@ def test_where_a_pair_cannot_be_connected_messages_go_through_host_memory_with_a
     made = mpisgd.new_group()
     mpisgd.all_reduce(room(1), group=made)
     monkeypatch.setattr(selection, "_warned", False)
-    real, late = SimulatedNccl.eager_connect_single_device, []
+    real = SimulatedNccl.eager_connect_single_device
 
     def connect(self: SimulatedNccl, device: torch.device) -> None:
         if mpisgd.rank() == 1:
-            late.append(threading.Timer(1.0, real, (self, device)))
-            late[-1].start()
             raise dist.DistBackendError("no memory left for the rings")
         real(self, device)
 
@@ -402,10 +443,40 @@ def test_where_a_pair_cannot_be_connected_messages_go_through_host_memory_with_a
                     assert torch.equal(place.cpu(), given(peer, number))
     told = [str(each.message) for each in seen if "no memory left for the rings" in str(each.message)]
     everyone(len(told) == (mpisgd.rank() < 2), f"{told}")
-    everyone(moved["nccl"] == launched and time.monotonic() - began_s < 1.0)
-    for timer in late:
-        timer.join()
+    took_s = time.monotonic() - began_s
+    everyone(moved["nccl"] == launched and took_s < SOON_S, f"{moved}, {took_s:.1f} s")
     close_group(made)
+
+
+def share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedGpu, "identity", lambda *given: "the only one")
+
+
+def rank_one_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedGpu, "has_nccl", lambda self: mpisgd.rank() != 1)
+
+
+@pytest.mark.parametrize(
+    ("arrange", "reason"),
+    [(share_a_gpu, "share one GPU"), (rank_one_has_no_nccl, "the torch of rank 1 has no NCCL")],
+    ids=["shared", "without"],
+)
+def test_ends_without_nccl_between_them_are_told_so_once(untouched, moved, monkeypatch, arrange, reason):
+    arrange(monkeypatch)
+    monkeypatch.setattr(selection, "_warned", False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for number in range(2):
+            if mpisgd.rank() < 2:
+                place = room()
+                receive = mpisgd.irecv(place, 1 - mpisgd.rank(), untouched)
+                mpisgd.send(on_gpu(mpisgd.rank(), number), 1 - mpisgd.rank(), untouched)
+                receive.wait()
+                assert torch.equal(place.cpu(), given(1 - mpisgd.rank(), number))
+    told = [str(each.message) for each in seen if reason in str(each.message)]
+    expected = (mpisgd.rank() < 2) if arrange is share_a_gpu else (mpisgd.rank() == 1)
+    everyone(len(told) == expected, f"{told}")
+    everyone(moved["nccl"] == 0, f"{moved}")
 
 
 @pytest.fixture

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gpu_under_test import DEVICE
 from simulated_gpu.nccl import NcclOptions, SimulatedNccl
+from simulated_gpu.runtime import SimulatedGpu
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job, world
+from mpisgd.transport.device.nccl import Nccl
+
+SOON_S = 10.0  # long before any timeout
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +93,63 @@ def test_a_world_without_nccl_has_nothing_to_split(idle_world, simulated):
     everyone(len(simulated.opened) == num_opened)
     sum_in(group)
     everyone(simulated.opened[-1].options.split_from is None)
+    close_group(group)
+
+
+def fails_before_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SimulatedGpu.make_nccl
+
+    def make(self: SimulatedGpu, *about: Any) -> SimulatedNccl:
+        if mpisgd.rank() == 1:
+            raise dist.DistBackendError("no memory left for the rings")
+        return real(self, *about)
+
+    monkeypatch.setattr(SimulatedGpu, "make_nccl", make)
+
+
+def is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Nccl.quiet
+
+    def quiet(self: Nccl) -> Any:
+        if mpisgd.rank() == 1:
+            raise mpisgd.CollectiveTimeout("no memory left for the rings")
+        return real(self)
+
+    monkeypatch.setattr(Nccl, "quiet", quiet)
+
+
+def fails_in_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SimulatedNccl.split
+
+    def split(self: SimulatedNccl) -> None:
+        if mpisgd.rank() == 1:
+            raise dist.DistBackendError("no memory left for the rings")
+        real(self)
+
+    monkeypatch.setattr(SimulatedNccl, "split", split)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("members", ["all", "one"])
+@pytest.mark.parametrize("how", [fails_before_the_split, is_busy, fails_in_the_split])
+def test_a_rank_that_cannot_split_is_an_error_on_every_rank(world_by_nccl, monkeypatch, how, members):
+    """The others waited for it inside NCCL. Members or not, all of them are told, and soon."""
+    ranks = list(range(mpisgd.size())) if members == "all" else [1]
+    num_groups = len(current_job().groups)
+    torch.get_device_module(DEVICE).synchronize()
+    began_s = time.monotonic()
+    with monkeypatch.context() as patch:
+        how(patch)
+        with raises_everywhere(mpisgd.NcclFailed) as caught:
+            mpisgd.new_group(ranks, name="new")
+    everyone("group 'new'" in caught.text and "rank 1: no memory left" in caught.text, caught.text)
+    everyone(time.monotonic() - began_s < SOON_S)
+    everyone(len(current_job().groups) == num_groups)
+    total = mpisgd.size() * (mpisgd.size() + 1) / 2
+    everyone(sum_in(world()) == total)
+    everyone((world().device.backend.inner is world_by_nccl) == (how is not fails_in_the_split))
+    group = mpisgd.new_group()
+    everyone(sum_in(group) == total)
     close_group(group)
 
 

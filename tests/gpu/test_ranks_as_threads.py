@@ -66,6 +66,23 @@ def test_a_backward_on_a_gpu_is_part_of_its_rank():
 
 
 @pytest.mark.parametrize("transport", ["nccl", "mpi"])
+def test_messages_between_gpus_go_through_host_memory(transport):
+    """Those of NCCL would poll for an answer, and let no other rank run that gives it."""
+
+    def program() -> bool:
+        begin(transport)
+        mpisgd.all_reduce(torch.ones(1, device=DEVICE))
+        before, after = (mpisgd.rank() - 1) % 3, (mpisgd.rank() + 1) % 3
+        place, mine = (torch.full((1000,), float(of), device=DEVICE) for of in (-1, mpisgd.rank()))
+        receive = mpisgd.irecv(place, before)
+        mpisgd.send(mine, after)
+        receive.wait()
+        return bool((place == before).all().item()) and receive.get_future().wait()[0] is place
+
+    assert run_ranks(3, program, timeout_s=TIMEOUT_S) == [True] * 3
+
+
+@pytest.mark.parametrize("transport", ["nccl", "mpi"])
 def test_survivors_of_a_lost_rank_are_told(transport):
     """Also where the host waits for the GPU by `.item()`."""
 

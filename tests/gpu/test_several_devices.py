@@ -139,7 +139,8 @@ def test_a_rank_that_cannot_connect_a_further_gpu_is_an_error_on_every_rank(rank
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_that_cannot_connect_its_first_gpu_is_one_too(rank_one_fails, idle_world):
+def test_a_rank_that_cannot_connect_its_first_gpu_is_one_too(rank_one_fails, idle_world, monkeypatch):
+    monkeypatch.setattr(current_job(), "gpu", "nccl")
     made = mpisgd.new_group()
     rank_one_fails[0] = True
     refused(torch.ones(3, device=f"{DEVICE}:{mpisgd.local_rank()}"), made)

@@ -181,7 +181,7 @@ def _module(device: Device) -> types.ModuleType:
             device.current() if number is None else number
         ],
         "_sleep": lambda cycles: device.sleep(cycles / 2e9),
-        "CUDAGraph": lambda: None,
+        "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None),  # what was captured is lost
         "graph": lambda graph: device.capture(),
         "is_current_stream_capturing": lambda: device.streams.capturing is device.current_stream(),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],

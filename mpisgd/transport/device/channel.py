@@ -11,11 +11,12 @@ one's host would wait for ever.
 """
 
 import collections
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
@@ -25,6 +26,7 @@ from mpisgd.threads.service_thread import InheritingThread
 from mpisgd.transport.device.nccl import NcclWork
 from mpisgd.transport.device.nccl_group import made_nccl
 from mpisgd.transport.device.nccl_watch import InFlight, watch
+from mpisgd.transport.device.pair_store import PairStore
 from mpisgd.transport.device.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -51,9 +53,11 @@ class Channel:
         group: of both ranks.
         route: of the messages.
         device: this rank's end of it.
-        store: by which the ranks of the group find each other.
+        tell: sends words to a rank of the group, which calls `hear` of its end's `store` with them. Called
+            from any thread.
 
     Attributes:
+        store: by which torch connects the ends.
         sends: whether this rank is its beginning.
         mine, theirs: what has become of the connection at this end and at the other one: None while that is
             not known, "" where it is there, else what has failed.
@@ -62,7 +66,7 @@ class Channel:
         waiting: for the channel to be open, in order.
     """
 
-    def __init__(self, group: "Group", route: Route, device: torch.device, store: Any) -> None:
+    def __init__(self, group: "Group", route: Route, device: torch.device, tell: Callable[..., None]) -> None:
         self.group, self.route, self.device = group, route, device
         self.sends = route.src == group.rank
         self.mine: str | None = None
@@ -73,7 +77,11 @@ class Channel:
         self.waiting: collections.deque[Transfer] = collections.deque()
         self._inner: Any = None
         self._in_flight: InFlight | None = None
-        self._store = PrefixStore(f"messages {tuple(route)}", store)
+        self.store = PairStore(
+            has_table=self.sends,
+            tell=functools.partial(tell, self.peer, "store", tuple(route)),
+            timeout_s=group.queue.consistency.timeout_s,
+        )
         InheritingThread(target=self._connect, name="mpisgd connects NCCL", daemon=True).start()
 
     @property
@@ -84,7 +92,7 @@ class Channel:
     def _connect(self) -> None:
         """Meet the other rank, in a thread of its own."""
         try:
-            self._inner = made_nccl(self.group, self._store, SENDER if self.sends else RECEIVER, 2)
+            self._inner = made_nccl(self.group, self.store.store, SENDER if self.sends else RECEIVER, 2)
             self._inner.eager_connect_single_device(self.device)
         except Exception as exc:
             self.mine = str(exc) or repr(exc)
@@ -96,6 +104,7 @@ class Channel:
     def open(self) -> None:
         """Launch what has waited, in order, since both ends are connected."""
         self.is_open = True
+        self.store.connected()
         self._in_flight = InFlight(self.group, self._inner, self.group.ranks[self.peer])
         watch(self._in_flight)
         while self.waiting:
@@ -104,6 +113,7 @@ class Channel:
     def fail(self, why: str) -> None:
         """Give the connection up."""
         self.failed = why
+        self.store.close()
         if self._inner is not None:
             self._inner.abort()
 
@@ -145,8 +155,10 @@ class Channel:
         if self._in_flight is not None:
             watch(self._in_flight, end=True)
             self._in_flight.end(error)
-        elif self._inner is not None:
-            self._inner.abort()
+        else:
+            self.store.close()
+            if self._inner is not None:
+                self._inner.abort()
 
     def close(self) -> None:
         """End the communicator, when all is done. Both ranks come."""

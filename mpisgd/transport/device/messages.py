@@ -15,12 +15,14 @@ what the GPU of a receiver waits for may keep the sender's host from ever coming
 import itertools
 import pickle
 import threading
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.runtime import on_device
+from mpisgd.accelerator.runtime import on_device, runtime
+from mpisgd.arguments import ranks_text
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import MpisgdError, ShapeMismatch, afresh
 from mpisgd.interfaces.communicator import Request
@@ -38,11 +40,10 @@ __all__ = ["DeviceMessages"]
 
 
 class DeviceMessages:
-    """See the module. Made on all ranks of a group, when NCCL has connected them for the first time.
+    """See the module. Of each group, where any rank of the job has NCCL: opened by the first message.
 
     Args:
         group: the group.
-        store: by which its ranks find each other.
 
     Attributes:
         communicator: of the group's messages.
@@ -50,7 +51,7 @@ class DeviceMessages:
         lock: of all transfers. MPI and NCCL are called with it, and nothing is waited for.
     """
 
-    def __init__(self, group: "Group", store: Any) -> None:
+    def __init__(self, group: "Group") -> None:
         self.group = group
         self.lock = threading.RLock()
         messages: PointToPoint = group.point_to_point
@@ -58,13 +59,18 @@ class DeviceMessages:
         self.communicator = messages.communicator
         self.data_tag = messages.tag_limit + 1
         self._word_tag = messages.tag_limit + 2
-        self._store = store
         self._numbers = itertools.count(1)
         self._outgoing: dict[int, Outgoing] = {}  # not launched yet
         self._channels: dict[Route, Channel] = {}
         self._told: list[tuple[Request, Tensor]] = []
+        self._word: tuple[Request, Tensor] | None = None  # that is being received
 
     # -- as messages begin ------------------------------------------------------------------------------
+
+    @property
+    def are_expected(self) -> bool:
+        """Whether a rank of the group may announce a message; the same on all."""
+        return self.group.job.gpu != "mpi" and self._messages.threads_allowed
 
     def announces(self, tensor: Tensor, dst: int) -> bool:
         """Return whether a message to a group rank is announced; not if it is short, or to this rank."""
@@ -76,25 +82,37 @@ class DeviceMessages:
 
     def _obstacle(self, tensor: Tensor) -> str | None:
         """Return why a tensor cannot travel by NCCL, "" where it can; None where nobody expects it."""
-        device = self.group.device
-        if device is None or device.selection.name != NCCL or not on_device(tensor):
+        of_collectives = self.group.device
+        if not on_device(tensor) or self.group.job.gpu == "mpi":
             return None
-        if tensor.device not in device.devices:  # it may be another rank's, too
-            return f"no collective of group '{self.group.name}' has used {tensor.device} so far"
+        if of_collectives is not None and of_collectives.selection.name != NCCL:
+            return None
+        if not runtime().has_nccl():
+            return f"the torch of rank {self.group.ranks[self.group.rank]} has no NCCL"
         if not self._messages.threads_allowed:
             return "messages by NCCL need an MPI that runs at thread level MULTIPLE"
         return ""
 
+    def _shared(self, tensor: Tensor, announced: Announcement, src: int) -> str:
+        """Return "" where the ends have GPUs of their own, else what NCCL would say."""
+        group, where = self.group, self.group.topology
+        if src not in where.nodes[where.node_rank] or announced.gpu != _checksum(tensor.device):
+            return ""
+        names = sorted((group.ranks[src], group.ranks[group.rank]))
+        return f"{ranks_text(names)} share one GPU, where NCCL needs one for each"
+
     def check(self) -> None:
         """Raise what has ended NCCL in this group, which a host that waited for the GPU has not seen."""
-        if self.group.queue.broken is not None:
-            raise afresh(self.group.queue.broken)
+        of_collectives, broken = self.group.device, self.group.queue.broken
+        has_nccl = of_collectives is not None and of_collectives.selection.name == NCCL
+        if broken is not None and (has_nccl or self._channels):
+            raise afresh(broken)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> MessageWork:
         """Announce a message to a group rank."""
         transfer = Outgoing(self, next(self._numbers), dst, tensor)
-        place = tensor.device.index or 0
-        packed = Announcement(transfer.number, transfer.nbytes, place, dtype_name(tensor.dtype)).packed()
+        place, gpu = tensor.device.index or 0, _checksum(tensor.device)
+        packed = Announcement(transfer.number, transfer.nbytes, place, gpu, dtype_name(tensor.dtype)).packed()
         with self.lock:
             self._outgoing[transfer.number] = transfer
         return self._messages.send("send", packed, dst, tag, transfer.tensors, transfer=transfer)
@@ -110,6 +128,8 @@ class DeviceMessages:
         tensor, staged = work.tensors[0], work.memory
         transfer = Incoming(self, announced.number, src, tensor, work.ready, staged)
         obstacle = self._obstacle(tensor)
+        if obstacle == "":
+            obstacle = self._shared(tensor, announced, src)
         with self.lock:
             if announced.nbytes != transfer.nbytes:
                 text = self._other_size(work, announced, transfer)
@@ -135,12 +155,14 @@ class DeviceMessages:
     def _channel_to(self, tensor: Tensor, announced: Announcement, src: int) -> Channel | None:
         """Return what an announced message comes by; None where its ends cannot be connected."""
         route = Route(src, self.communicator.rank, announced.device, tensor.device.index or 0)
-        channel = self._channel(route, tensor.device)
+        channel = self._channel(route)
         return None if channel.failed else channel
 
-    def _channel(self, route: Route, device: torch.device) -> Channel:
+    def _channel(self, route: Route) -> Channel:
         if route not in self._channels:
-            self._channels[route] = Channel(self.group, route, device, self._store)
+            index = route.src_device if route.src == self.communicator.rank else route.dst_device
+            device = torch.device(runtime().kind, index)
+            self._channels[route] = Channel(self.group, route, device, self._tell)
         return self._channels[route]
 
     def _receive_by_host(self, transfer: Incoming) -> None:
@@ -151,19 +173,29 @@ class DeviceMessages:
 
     def _tell(self, rank: int, word: str, *about: Any) -> None:
         told = torch.frombuffer(bytearray(pickle.dumps((word, *about))), dtype=torch.uint8)
-        self._told = [each for each in self._told if not self.communicator.poll([each[0]])]
-        self._told.append((self.communicator.isend(told, rank, self._word_tag), told))
+        with self.lock:
+            self._told = [each for each in self._told if not self.communicator.poll([each[0]])]
+            self._told.append((self.communicator.isend(told, rank, self._word_tag), told))
+
+    def _next_word(self) -> tuple[int, list[Any]] | None:
+        """Return from whom the next word is, and what it says; None where none has come."""
+        if self._word is None:
+            if (found := self.communicator.probe(self._word_tag)) is None:
+                return None
+            src, tag, nbytes = found
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._word = self.communicator.irecv(memory, src, tag), memory
+        request, memory = self._word
+        if (outcome := self.communicator.poll_one(request)) is None:
+            return None
+        self._word = None
+        return outcome[0], list(pickle.loads(memory.numpy().tobytes()))
 
     def progress(self) -> None:
         """Do what the other ends have said, in order, and go on connecting."""
         with self.lock:
-            while (found := self.communicator.probe(self._word_tag)) is not None:
-                src, tag, nbytes = found
-                memory = torch.empty(nbytes, dtype=torch.uint8)
-                request = self.communicator.irecv(memory, src, tag)
-                while self.communicator.poll_one(request) is None:
-                    pass  # it is there already
-                word, *about = pickle.loads(memory.numpy().tobytes())
+            while (found := self._next_word()) is not None:
+                src, (word, *about) = found
                 self._hear(src, word, *about)
             for channel in self._channels.values():
                 if not channel.is_open and not channel.failed:
@@ -175,7 +207,9 @@ class DeviceMessages:
             self._hear_of_message(word, *about)
             return
         channel = self._channels[Route(*about[0])]
-        if word == "connected":
+        if word == "store":
+            channel.store.hear(*about[1:])
+        elif word == "connected":
             channel.theirs = about[1]
         elif word == "open":
             for transfer in channel.waiting:
@@ -186,11 +220,11 @@ class DeviceMessages:
             channel.waiting.clear()  # the receiver has said of each how it comes
 
     def _hear_of_message(self, word: str, number: int, *about: Any) -> None:
+        channel = self._channel(Route(*about[0])) if word == "go" else None
         transfer = self._outgoing.get(number)
         if transfer is None:  # given up here
             return
-        if word == "go":
-            channel = self._channel(Route(*about[0]), transfer.tensor.device)
+        if channel is not None:
             channel.put(transfer)
             if not channel.is_open:
                 return  # it may come through host memory yet
@@ -233,4 +267,9 @@ class DeviceMessages:
     def close(self) -> None:
         """End all communicators, when what is in flight is done. Collective."""
         for route in sorted(self._channels):  # in one order on all ranks: NCCL may wait for the other end
-            self._channels[route].close()
+            self._channels.pop(route).close()
+
+
+def _checksum(device: torch.device) -> int:
+    """Return a checksum of what tells a GPU from the others of its host."""
+    return zlib.crc32(runtime().identity(device).encode())

@@ -28,7 +28,7 @@ from mpisgd.transport.device.nccl_options import fresh_options
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
 
-__all__ = ["can_split", "connect_all", "made_nccl", "open_nccl", "stay_out"]
+__all__ = ["can_split", "connect_all", "made_nccl", "open_nccl", "split_nccl"]
 
 # torch ends the process by SIGABRT where an operation outlasts its timeout, where NCCL reports an error (as
 # it does when a rank was lost), and where its watchdog gets no answer from CUDA for eight minutes: before any
@@ -74,21 +74,18 @@ def made_nccl(group: "Group", store: Any, rank: int, size: int, parent: Nccl | N
         return runtime().make_nccl(store, rank, size, options)
 
 
-def open_nccl(
-    group: "Group", store: Any, device: torch.device, parent: Nccl | None = None
-) -> Nccl | NcclFailed:
+def open_nccl(group: "Group", store: Any, device: torch.device) -> Nccl | NcclFailed:
     """Return NCCL among the ranks of a group, or what has failed. Collective: all have agreed to come.
 
     Args:
         group: its ranks.
         store: by which they find each other.
         device: where this rank's tensors lie.
-        parent: the communicator to split it from, whose ranks all come here, or to `stay_out`.
     """
     made: list[Any] = []
 
     def connect() -> None:
-        made.append(made_nccl(group, store, group.rank, group.size, parent))
+        made.append(made_nccl(group, store, group.rank, group.size))
         made[0].eager_connect_single_device(device)
 
     error = connect_all(group, connect)
@@ -99,13 +96,56 @@ def open_nccl(
     return error
 
 
-def connect_all(group: "Group", connect: Callable[[], None]) -> NcclFailed | None:
+def split_nccl(
+    world: "Group", group: "Group", parent: Nccl, begin_anew: Callable[[], None]
+) -> Nccl | NcclFailed | None:
+    """Return NCCL among the ranks of a new group, split from the world's, or what has failed on any rank.
+
+    Collective over the world; None on a rank that is no member. Inside ncclCommSplit a host waits for all
+    ranks of the world. So they agree that each can come before anyone does; NCCL splits nothing while the
+    communicator is in use.
+
+    Args:
+        world: whose ranks all have told that they `can_split`.
+        group: the new one.
+        parent: the world's.
+        begin_anew: ends it; called on all ranks where some may be left inside of it.
+    """
+    store = parent.store_of_split()
+    made: list[Any] = []
+
+    def split() -> None:
+        if group.rank >= 0:
+            made[0].eager_connect_single_device(parent.device)
+        else:
+            parent.inner.perform_nocolor_split(parent.device)
+
+    with contextlib.ExitStack() as until_split:
+        mine = ""
+        try:
+            until_split.enter_context(parent.quiet())
+            if group.rank >= 0:
+                made.append(made_nccl(group, store, group.rank, group.size, parent))
+        except Exception as exc:
+            mine = str(exc) or repr(exc)
+        error = _failure(world, group.name, world.queue.communicator.all_gather_object(mine))
+        if error is None and (error := connect_all(world, split, group.name)) is not None:
+            begin_anew()
+    if error is None:
+        return Nccl(group, made[0], parent.device, store) if made else None
+    for inner in made:
+        inner.abort()
+    return error
+
+
+def connect_all(group: "Group", connect: Callable[[], None], name: str = "") -> NcclFailed | None:
     """Return None where `connect` has returned on every rank, else the error; the same on all. Collective.
 
     Args:
         group: its ranks, which have agreed to come.
         connect: meets the others inside NCCL; run on a thread of its own, which is left alone where it
             cannot return since another rank has failed.
+        name: of the group that is connected, where it is another one.
 
     Raises:
         PeerLost: a rank was lost meanwhile.
@@ -135,10 +175,15 @@ def connect_all(group: "Group", connect: Callable[[], None]) -> NcclFailed | Non
         communicator.abandon([communicator.isend(told, rank, FAILED_TAG) for rank in others], told)
     everyones = communicator.all_gather_object(mine)
     _receive_all(group, [rank for rank, text in enumerate(everyones) if text and rank != group.rank])
+    return _failure(group, name or group.name, everyones)
+
+
+def _failure(group: "Group", name: str, everyones: Sequence[str | None]) -> NcclFailed | None:
+    """Return the error of all ranks of a group where one has said what has failed."""
     wrong = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, everyones, strict=True) if text]
     if not wrong:
         return None
-    error = NcclFailed(f"group '{group.name}': NCCL cannot be opened: {'; '.join(wrong[:4])}")
+    error = NcclFailed(f"group '{name}': NCCL cannot be opened: {'; '.join(wrong[:4])}")
     error.on_every_rank = True
     return error
 
@@ -158,8 +203,3 @@ def can_split(parent: object) -> bool:
         and bool(getattr(parent.inner, "supports_splitting", False))
         and hasattr(parent.inner, "perform_nocolor_split")
     )
-
-
-def stay_out(parent: Nccl) -> None:
-    """Take part in a split without being a member of what it makes."""
-    parent.inner.perform_nocolor_split(parent.device)

@@ -19,9 +19,8 @@ from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
 from mpisgd.transport.device.cuda_aware_trial import failed_transfer
-from mpisgd.transport.device.messages import DeviceMessages
 from mpisgd.transport.device.nccl import Nccl
-from mpisgd.transport.device.nccl_group import can_split, connect_all, open_nccl, stay_out
+from mpisgd.transport.device.nccl_group import can_split, connect_all, open_nccl, split_nccl
 from mpisgd.transport.device.selection import (
     AWARE,
     NCCL,
@@ -31,7 +30,6 @@ from mpisgd.transport.device.selection import (
     choose,
     warn_of_host_memory,
 )
-from mpisgd.transport.messages.point_to_point import PointToPoint
 from mpisgd.transport.tcp_store.store import open_store
 
 if TYPE_CHECKING:
@@ -177,18 +175,13 @@ def _open_nccl(group: "Group", device: torch.device) -> DeviceTransport | Mpisgd
             opened.append(open_nccl(group, PrefixStore("nccl", store), device))
 
     group.queue.run(Operation("gpu", extra="open NCCL"), action)
-    return _transport_by(group, opened[0])
+    return _transport_by(group, opened[0]) if isinstance(opened[0], Nccl) else opened[0]
 
 
-def _transport_by(group: "Group", opened: Nccl | MpisgdError) -> DeviceTransport | MpisgdError:
-    """Return the transport of a group that has NCCL, or the error."""
-    if not isinstance(opened, Nccl):
-        return opened
+def _transport_by(group: "Group", opened: Nccl) -> DeviceTransport:
+    """Return the transport of a group that has NCCL."""
     opened.watch()
     group.queue.on_mismatch = lambda: _forget(group)
-    messages: PointToPoint = group.point_to_point
-    if messages.elsewhere is None:  # it outlives this communicator: the store does
-        messages.elsewhere = DeviceMessages(group, opened.store)
     return DeviceTransport(Selection(NCCL), opened)
 
 
@@ -200,26 +193,22 @@ def can_be_split(world: "Group") -> bool:
 def split_from(world: "Group", group: "Group") -> None:
     """Give a new group its own communicator of NCCL, split from the world's. Collective over the world.
 
-    All ranks have told that theirs `can_be_split`. NCCL splits nothing while the communicator is in use.
+    All ranks have told that theirs `can_be_split`.
+
+    Raises:
+        NcclFailed: a rank cannot be connected, or its GPU is busy for too long; on every rank of the world.
     """
     parent: Nccl = world.device.backend
-    opened: list[Nccl | NcclFailed] = []
+    opened: list[Nccl | NcclFailed | None] = []
 
     def action() -> None:
-        with parent.quiet():
-            world.queue.communicator.all_gather_object(None)  # nobody uses it any more
-            store = parent.store_of_split()
-            if group.rank < 0:
-                stay_out(parent)
-            else:
-                opened.append(open_nccl(group, store, parent.device, parent))
+        opened.append(split_nccl(world, group, parent, lambda: _forget(world)))
 
     world.queue.run(Operation("new_group", extra="split NCCL"), action)
-    for each in opened:
-        transport = _transport_by(group, each)
-        if isinstance(transport, MpisgdError):
-            raise transport
-        group.device = transport
+    if isinstance(opened[0], NcclFailed):
+        raise opened[0]
+    if opened[0] is not None:
+        group.device = _transport_by(group, opened[0])
 
 
 def _forget(group: "Group") -> None:

@@ -15,7 +15,7 @@ __all__ = ["ANNOUNCEMENT_BYTES", "Announcement", "announced_in"]
 
 # A message of this length that begins so is taken for one.
 MARK = bytes.fromhex("8f1c5a9be07d4e36b2c461f3d8a90e57")
-LAYOUT = struct.Struct("=16sQQi16s12x")
+LAYOUT = struct.Struct("=16sQQiI16s8x")
 ANNOUNCEMENT_BYTES = LAYOUT.size
 
 
@@ -26,17 +26,19 @@ class Announcement(NamedTuple):
         number: of it among those that its sender has announced.
         nbytes: of the tensor.
         device: the index of the device that it lies on.
+        gpu: a checksum of what tells this device from the others of its host.
         dtype: of the tensor, as text.
     """
 
     number: int
     nbytes: int
     device: int
+    gpu: int
     dtype: str
 
     def packed(self) -> Tensor:
         """Return it as [ANNOUNCEMENT_BYTES] bytes."""
-        packed = LAYOUT.pack(MARK, self.number, self.nbytes, self.device, self.dtype.encode()[:16])
+        packed = LAYOUT.pack(MARK, *self[:-1], self.dtype.encode()[:16])
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
@@ -49,7 +51,6 @@ def announced_in(memory: Tensor, nbytes: int) -> Announcement | None:
     """
     if nbytes != ANNOUNCEMENT_BYTES or memory.nbytes < nbytes:
         return None
-    mark, number, length, device, dtype = LAYOUT.unpack(
-        memory.view(-1).view(torch.uint8)[:nbytes].numpy().tobytes()
-    )
-    return Announcement(number, length, device, dtype.rstrip(b"\0").decode()) if mark == MARK else None
+    packed = memory.view(-1).view(torch.uint8)[:nbytes].numpy().tobytes()
+    mark, number, length, device, gpu, dtype = LAYOUT.unpack(packed)
+    return Announcement(number, length, device, gpu, dtype.rstrip(b"\0").decode()) if mark == MARK else None

@@ -52,7 +52,7 @@ class PointToPoint:
         num_received: how many have come from each global rank.
         group: name and global ranks of the group, for reports of what this rank waits for.
         elsewhere: what brings announced messages, `mpisgd.transport.device.messages.DeviceMessages`; None
-            before there were any.
+            where no rank of the job announces any.
         threads_allowed: see above.
     """
 
@@ -108,7 +108,8 @@ class PointToPoint:
         `ready`: the event after which the tensor may be touched, where that lies on a device.
         """
         check_calling_thread(self.communicator.only_thread, name)
-        if self.elsewhere is not None and memory.nbytes < ANNOUNCEMENT_BYTES:
+        are_announced = self.elsewhere is not None and self.elsewhere.are_expected
+        if are_announced and memory.nbytes < ANNOUNCEMENT_BYTES:
             memory, arrived = _with_room(memory, arrived)
         request = self.communicator.irecv(memory, src, tag)
         global_ranks = self.communicator.global_ranks
@@ -118,7 +119,7 @@ class PointToPoint:
         name = f"{name} from {source}"
         work = MessageWork(self, name, message, request, (memory, tensors), arrived, ready=ready)
         self._keep(work)
-        if ready is not None and self.elsewhere is not None and self.threads_allowed:
+        if ready is not None and are_announced:
             self.watch(work)
         return work
 

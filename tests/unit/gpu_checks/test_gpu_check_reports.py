@@ -10,7 +10,7 @@ from gpu_checks.benches import BENCHES
 from gpu_checks.catalog import CHECKS, MPI, NCCL, Setting, planned, settings
 from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding, joined
 from gpu_checks.jobs import launch, tail
-from gpu_checks.main import NAMES, SUITE, parse
+from gpu_checks.main import NAMES, SUITE, parse, without_output
 from gpu_checks.report import Report, Result
 
 HERE = {"PATH": "/usr/bin:/bin"}
@@ -47,6 +47,11 @@ def test_names_of_checks_are_those_of_the_command():
     assert parse(["--only", "future,tests"]).names == ["future", "tests"]
     with pytest.raises(SystemExit):
         parse(["--only", "futures"])
+
+
+def test_a_report_names_no_folder_of_the_user():
+    words = ["--simulated", "--output", "/home/me/out", "--quick", "--output=/home/me", "--limit", "9"]
+    assert without_output(words) == ["--simulated", "--quick", "--limit", "9"]
 
 
 # -- how a job ends -------------------------------------------------------------------------------------
@@ -110,8 +115,8 @@ def test_a_report_has_every_verdict_with_what_was_expected_and_seen(tmp_path):
     text, data = (tmp_path / "report.txt").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert "seen [1, 2]" in text
     assert "the last line" in text
-    assert "left out: no GPU: future (2 nccl)" in text
-    assert "1 hold, 1 fail, 1 left out" in text
+    assert "left out: future (2 ranks by nccl): no GPU" in text
+    assert text.startswith("1 hold, 1 fail, 1 left out")
     assert data["commit"] == "abc"
     assert [check["verdict"] for check in data["checks"]] == [HOLDS, FAILS, LEFT_OUT]
     assert data["checks"][0]["expected"] == "expected"
