@@ -19,10 +19,12 @@ from mpisgd.verification.programs.program import (
     Backward,
     Broadcast,
     Clip,
+    Commit,
     Convert,
     Event,
     FailedBackward,
     Layer,
+    Lose,
     Optimizer,
     Program,
     Reload,
@@ -172,6 +174,11 @@ def _among_several(change: Change) -> Change:
     return lambda program: change(program) if program.ranks > 1 else None
 
 
+def _of_dense(change: Change) -> Change:
+    """Only where all gradients are dense: torch clips no others."""
+    return lambda p: None if any("sparse" in layer.kind for layer in p.layers) else change(p)
+
+
 # -- the changes that need more than one line ---------------------------------------------------------
 
 
@@ -246,6 +253,23 @@ def _added_group(program: Program) -> Program:
     with_layer = _with_layer(Layer(shape=(4,)), of_optimizer=False)(program)
     assert with_layer is not None
     return _after_step(with_layer, 1, AddGroup(place))
+
+
+def _loses(waits: int) -> Change:
+    """Lose the last rank after the second step before the end, and train two steps without it.
+
+    The others go back to a commit. Where the rank is lost while it waits, they may be anywhere.
+    """
+
+    def changed(program: Program) -> Program | None:
+        if program.is_resized or program.loses or any(isinstance(e, Broadcast) for e in program.events):
+            return None
+        last = [i for i, event in enumerate(program.events) if isinstance(event, Step)][-2] + 1
+        step = program.events[last:]
+        lost = (Commit(), Commit(), *step[:1], Lose((program.ranks - 1,), waits), *step[1:])
+        return replace(program, events=(*program.events[:last], *lost, *step, *step))
+
+    return changed
 
 
 def _scaled(program: Program) -> Program | None:
@@ -330,9 +354,9 @@ def _table() -> dict[str, Situation]:
         ("gradients kept as zeros", "gradients", lambda p: _each(p, ZeroGrad, lambda z: (ZeroGrad(False),))),
         ("reset by the model", "gradients", lambda p: _each(p, ZeroGrad, lambda z: (ZeroGrad(True, True),))),
         ("synchronized", "gradients window", _before_steps(Synchronize())),
-        ("clipped", "gradients window", _clipped),
-        ("clipped by torch", "gradients", _clipped_by_torch),
-        ("clipped by value", "gradients", _before_steps(Clip(0.5, by_value=True))),
+        ("clipped", "gradients window", _of_dense(_clipped)),
+        ("clipped by torch", "gradients", _of_dense(_clipped_by_torch)),
+        ("clipped by value", "gradients", _of_dense(_before_steps(Clip(0.5, by_value=True)))),
         ("scaled, with an overflow", "gradients window", _scaled),
         ("a rank without a backward", "window gradients", _among_several(_backward(2, _skip_of_the_last))),
         # what happens once
@@ -350,6 +374,8 @@ def _table() -> dict[str, Situation]:
         ("resumed beside the former", "state", lambda p: _after_step(p, 2, Reload(clears=False))),
         ("a rank fewer", "ranks state", _among_several(_fewer)),
         ("a rank fewer, then as before", "ranks state", _among_several(_fewer_and_more)),
+        ("a rank is lost", "ranks state window", _among_several(_loses(0))),
+        ("a rank is lost while it waits", "ranks state window", _among_several(_loses(5))),
     )
     return {name: Situation(name, change, frozenset(touches.split())) for name, touches, change in rows}
 

@@ -51,6 +51,11 @@ class Training:
         return True
 
     @property
+    def members(self) -> Sequence[Training]:
+        """Those whose models are looked at: the one that there is."""
+        return [self]
+
+    @property
     def layers(self) -> set[int]:
         """Those that an optimizer has."""
         return {layer for groups in self._groups for group, _ in groups for layer in group}
@@ -135,9 +140,10 @@ class Training:
         if loss is not None:
             torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
-    def step(self, event: events.Step) -> None:
-        """Update the parameters."""
-        for optimizer in self.optimizers:
+    def step(self, event: events.Step, places: Sequence[int] | None = None) -> None:
+        """Update the parameters of these optimizers; None: of all."""
+        for place in range(len(self.optimizers)) if places is None else places:
+            optimizer = self.optimizers[place]
             if self.scaler is not None:
                 self.scaler.step(optimizer)
             elif event.closure:

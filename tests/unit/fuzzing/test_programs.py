@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzzing.both_backends import compared
 from fuzzing.draw import draw
 from fuzzing.shrink import shrink
 
+from mpisgd.verification.programs.both_backends import compared
 from mpisgd.verification.programs.compare import Outcome, judge
 from mpisgd.verification.programs.contract import may_be_refused, violation
-from mpisgd.verification.programs.execute import Failure, execute, has_reference, state_digest
+from mpisgd.verification.programs.execute import Failure, has_reference, references_of, state_digest
 from mpisgd.verification.programs.program import (
     Backward,
     Broadcast,
@@ -28,7 +28,7 @@ from mpisgd.verification.programs.program import (
     parse,
 )
 from mpisgd.verification.programs.python_text import python_text
-from mpisgd.verification.programs.variants import same_bits, variants
+from mpisgd.verification.programs.variants import all_at_once, same_bits, variants
 
 SEEDS = range(200)
 ONE_LAYER = (Layer(),)
@@ -59,7 +59,7 @@ def test_what_is_drawn_keeps_to_the_contract():
 def test_most_programs_have_a_reference_that_runs():
     programs = [draw(seed) for seed in SEEDS[:50] if has_reference(draw(seed))]
     assert len(programs) > 25
-    assert [each.seed for each in programs if execute(each, False).failure] == []
+    assert [each.seed for each in programs if references_of(each)[0].failure] == []
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,10 @@ def test_variants_are_other_programs_that_say_the_same():
     found = dict(variants(resumed))
     assert found["joined"].events[0] == Backward((1, 2))
     assert not any(isinstance(event, Reload) for event in found["not interrupted"].events)
-    assert found["repeated"] == resumed
+    name, together = all_at_once(resumed)
+    assert name == "not interrupted, renamed, joined"
+    assert together.events == (Backward((1, 2)), Step(), ZeroGrad(), Backward((3,)), Step())
+    assert together.optimizers == found["renamed"].optimizers
 
 
 def test_the_verdict_is_that_of_all_ranks():

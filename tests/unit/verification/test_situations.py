@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
 import mpisgd
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.verification.covering import alone_in, packed, pairs_of
+from mpisgd.verification.known_results import KnownResults, OutOfTime
+from mpisgd.verification.matrix_page import write_page
 from mpisgd.verification.matrix_report import draw_matrix, outcomes, text_of_matrix
-from mpisgd.verification.method_matrix import DIVISIONS, Row, Tried, alone_in, packed, pairs_of, row_of, rows
+from mpisgd.verification.method_matrix import DIVISIONS, Row, Tried, row_of, rows
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.contract import violation
 from mpisgd.verification.programs.program import Clip, Optimizer, Reload, Step, parse
 from mpisgd.verification.programs.threads_backend import ThreadsBackend
-from mpisgd.verification.run_matrix import run_matrix, summary_of_matrix
+from mpisgd.verification.run_matrix import Matrix, Results, run_matrix, summary_of_matrix
 from mpisgd.verification.sabotage import Sabotage
 from mpisgd.verification.situations import SITUATIONS, compose, plain_program
 
@@ -60,6 +66,41 @@ def test_pairs_cover_all_that_are_allowed():
     assert len(tried) < 0.4 * len(covered), "several pairs share a program"
 
 
+def test_a_pair_that_is_refused_is_found_and_others_come_without_it():
+    refused = {"clipped", "resumed"}
+
+    def refuses(program):
+        kinds = {type(event) for event in program.events}
+        return Verdict("refused" if {Clip, Reload} <= kinds else "ok")
+
+    singles = list(alone_in(SYNCHRONOUS, 0, fine))
+    tried = list(pairs_of(SYNCHRONOUS, singles, 0, refuses))
+    assert all(len(each.situations) == 2 for each in tried if each.kind == "refused")
+    assert refused in [{*each.situations} for each in tried if each.kind == "refused"]
+    covered = {pair for each in tried for pair in itertools.combinations(each.situations, 2)}
+    allowed = [each.situations[0] for each in singles if each.kind == "ok" and each.situations]
+    assert covered >= {*itertools.combinations(allowed, 2)}
+
+
+def test_what_a_program_was_is_known_to_the_next_run(tmp_path):
+    path, program = tmp_path / "verify.jsonl", PLAIN
+    KnownResults(path).run(program, lambda program: Verdict("refused", "so it is"))
+    path.write_text(path.read_text() + '["cut o')
+    after = KnownResults(path, ends_at_s=1.0)
+    assert after.run(program, lambda program: Verdict("ok")).text == "so it is"
+    with pytest.raises(OutOfTime):
+        after.run(replace(program, seed=1), lambda program: Verdict("ok"))
+    KnownResults(path).run(replace(program, seed=1), lambda program: Verdict("ok"))
+    assert len(KnownResults(path)) == 3, "with the line that was cut off"
+
+
+def test_a_run_that_is_out_of_time_says_so_and_goes_on(tmp_path):
+    rows_tried = [SYNCHRONOUS]
+    results = Results(tmp_path / "verify.jsonl", ends_at_s=1.0)
+    stopped = run_matrix(rows_tried, lambda done, total: None, results=results)
+    assert stopped == Matrix([], [SYNCHRONOUS.name])
+
+
 def test_each_situation_comes_once_in_the_quick_form():
     tried = list(packed(SYNCHRONOUS, 0, fine))
     names = [name for each in tried for name in each.situations]
@@ -78,11 +119,55 @@ def test_a_program_that_is_wrong_is_tried_again_in_parts():
     assert wrong == {("clipped",), ("clipped by torch",), ("clipped by value",)}
 
 
+@pytest.mark.parametrize("division", [each for each in DIVISIONS if each[0] > 1])
+@pytest.mark.parametrize("option", [("share_parameters", "True"), ("strategy", "mpisgd.ParameterServer()")])
+def test_a_second_optimizer_of_shared_parameters_is_one_error_on_all_ranks(option, division):
+    """On 2 + 1 ranks the first two raised, and the third, alone on its host, waited for them."""
+    row = Row("shared", Optimizer("SGD", (("lr", 0.25),), (), (option,)), exact=True)
+    verdict = ThreadsBackend().run(row.program([SITUATIONS["two optimizers of the same"]], division))
+    assert verdict.kind == "refused", verdict
+    assert "ranks" in verdict.text
+    beside = ThreadsBackend().run(row.program([SITUATIONS["resumed beside the former"]], division))
+    assert beside.kind == "ok", beside
+
+
+@pytest.mark.filterwarnings("ignore:.*failed and nobody waited:RuntimeWarning")
+@pytest.mark.parametrize("strategy", ["DiLoCo(sync_every=2)", "LocalSGD(sync_every=2)"])
+def test_a_scaler_goes_on_after_a_rank_was_lost_in_its_step(strategy):
+    """What it had told the optimizer for the step that failed was multiplied by the scale of the next one."""
+    row = next(row for row in rows() if row.name == strategy)
+    situations = [SITUATIONS["scaled, with an overflow"], SITUATIONS["a rank is lost"]]
+    verdict = ThreadsBackend().run(row.program(situations, (3, 0)))
+    assert verdict.kind == "ok", verdict
+
+
 def test_all_methods_have_a_row():
     names = [row.name for row in rows()]
     assert len({*names}) == len(names)
     kinds = "Synchronous Sharded LocalSGD DiLoCo Gossip ElasticAveraging ParameterServer TopK OneBitAdam"
     assert all(any(kind in name for name in names) for kind in kinds.split())
+
+
+def test_no_method_is_refused_without_any_situation(capfd):
+    """DeepGradient was: it has a momentum, and so had the optimizer of every row."""
+    backend = ThreadsBackend()
+    kinds = {row.name: backend.run(row.program((), (2, 0))).kind for row in rows()}
+    assert {*kinds.values()} == {"ok"}, kinds
+    assert capfd.readouterr() == ("", ""), "what gossip tells the user of a job is not for this one"
+
+
+def test_no_method_loads_what_takes_longer_to_load_than_to_verify():
+    """Each process of the matrix would load torch's compiler and its parallelism: seconds, for nothing."""
+    program = (
+        "import sys\n"
+        "from mpisgd.verification.method_matrix import rows\n"
+        "from mpisgd.verification.programs.threads_backend import ThreadsBackend\n"
+        "run = ThreadsBackend().run\n"
+        "print([run(row.program((), (2, 0))).kind for row in rows() if 'DiLoCo' in row.name][:1])\n"
+        "print({'torch._dynamo', 'torch.distributed.tensor', 'sympy'} & {*sys.modules})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["['ok']", "set()"], done.stderr
 
 
 def test_a_row_of_the_users_own_is_a_strategy_or_a_compressor():
@@ -92,6 +177,7 @@ def test_a_row_of_the_users_own_is_a_strategy_or_a_compressor():
         row_of("mpisgd:ReduceOp.SUM")
 
 
+@pytest.mark.filterwarnings("ignore:.*failed and nobody waited:RuntimeWarning")
 def test_gradients_that_are_averaged_are_right_in_every_situation():
     backend = ThreadsBackend()
     tried = list(packed(SYNCHRONOUS, 3, backend.run))
@@ -131,13 +217,17 @@ def test_the_worst_of_a_kind_in_a_situation_is_shown(tmp_path):
     assert places["TopK"]["resumed"] == "equal"
     assert places["LocalSGD with a compressor"]["plain"] == "alone"
     assert "LocalSGD: sum" in text_of_matrix(found)
+    write_page(found, tmp_path / "found.html")
+    page = (tmp_path / "found.html").read_text()
+    assert page.count("<tr>") == 1 + 4
+    assert "<td>TopK</td><td>clipped</td><td class='wrong'>wrong</td><td></td><td>off by 1</td>" in page
     draw_matrix(found, tmp_path / "found.png")
     assert (tmp_path / "found.png").stat().st_size > 1000
 
 
 def test_all_that_is_broken_on_purpose_is_counted():
     """A run with sabotage says of each program how it was broken; one that broke nothing would be green."""
-    tried = run_matrix([SYNCHRONOUS], lambda done, total: None, sabotage=True)
+    tried = run_matrix([SYNCHRONOUS], lambda done, total: None, sabotage=True).found
     assert tried
     assert all(each.sabotage for each in tried)
     assert not [each for each in tried if each.is_fault]
