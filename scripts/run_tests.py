@@ -43,8 +43,27 @@ FOR_EVEN_SIZES = tuple(
     if path.name != "test_dist_collectives.py"
 )
 
-# Three ranks find what assumes a power of two. Four say more where algorithms and transports have other
-# steps, where ranks are a grid of 2 x 2, and where a test wants four.
+# Three ranks run all and find what assumes a power of two. Two say more of calls and transports, whose steps
+# are others then, and of torch's models, which are divided in halves.
+AT_TWO = (
+    "tests/mpi/arguments",
+    "tests/mpi/checkpoint",
+    "tests/mpi/collectives",
+    "tests/mpi/core",
+    "tests/mpi/horovod/test_horovod_allreduce.py",
+    "tests/mpi/horovod/test_horovod_gradients.py",
+    "tests/mpi/horovod/test_horovod_training.py",
+    "tests/mpi/job",
+    "tests/mpi/optim/test_gradients.py",
+    "tests/mpi/optim/test_optimizers.py",
+    "tests/mpi/rma",
+    "tests/mpi/test_regressions.py",
+    BACKEND,
+    "tests/mpi/transport",
+)
+
+# Four say more where algorithms have other steps, where ranks are a grid of 2 x 2, and where a test wants
+# four.
 AT_FOUR = (
     "tests/mpi/collectives",
     "tests/mpi/core",
@@ -58,15 +77,6 @@ AT_FOUR = (
     f"{BACKEND}/test_pipelining.py::test_a_large_message_moves_while_its_sender_waits_in_another_group",
     "tests/mpi/transport/test_cma.py",
     "tests/mpi/transport/test_shm.py",
-)
-
-# What takes longest, and says the same at two and three ranks.
-FOR_ODD_SIZES = (
-    "tests/mpi/optim/test_identity.py",
-    "tests/mpi/optim/test_models.py",
-    "tests/mpi/optim/test_several_optimizers.py",
-    "tests/mpi/optim/test_shared_parameters.py",
-    "tests/mpi/optim/test_starting_alike.py",
 )
 
 # What waits a lot: two ranks tell of no third one, and a fourth one adds nothing.
@@ -104,19 +114,7 @@ SAID_BY_TWO = tuple(
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
     1: (BACKEND, *FOR_TWO, *DIVIDED_MODELS, "tests/mpi/rpc", FUZZING),
-    2: (
-        FUZZING,
-        "tests/mpi/methods/test_costs_of_methods.py",
-        *FOR_ODD_SIZES,
-        *FOR_THREE,
-        *DIVIDED_MODELS,
-        "tests/mpi/compress",
-        "tests/mpi/gossip",
-        "tests/mpi/nn",
-        "tests/mpi/rpc",
-        "tests/mpi/sharding",
-        "tests/mpi/strategies",
-    ),
+    2: FOR_THREE,
     3: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/layouts"),
     4: (*FOR_TWO, *FOR_THREE),
 }
@@ -185,7 +183,7 @@ def mpi_stage(size: int, *, long: bool) -> Stage:
     left_out = [path for path in LEFT_OUT[size] if not long or (path in FOR_TWO and size > 2)]
     ignored = tuple(f"--ignore={path}" for path in left_out)
     selected = ("-m", f"{SHORT} and not on_threads") if size > 1 and not long else ()
-    paths = AT_FOUR if size == 4 and not long else ("tests/mpi",)
+    paths = ("tests/mpi",) if long else {2: AT_TWO, 4: AT_FOUR}.get(size, ("tests/mpi",))
     return Stage(f"mpi {size}", paths, size, options=(*ignored, *selected))
 
 
