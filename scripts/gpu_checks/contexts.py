@@ -37,4 +37,8 @@ def own_gpu_only(gpu: Gpu) -> Finding:
     hvd.shutdown()
     gpu.synchronize()
     used = [number for number in range(gpu.count) if gpu.has_context(number)]
-    return Finding.of(used == [own], f"a context on GPU {own} alone", f"on {used}")
+    return Finding.of(
+        used == [own],
+        f"a context on GPU {own} alone",
+        f"on {', '.join(f'GPU {number}' for number in used) or 'none'}",
+    )

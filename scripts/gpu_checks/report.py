@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding
 from mpisgd.bench.report.tables import new_table, show, tables_of
 
 __all__ = ["Report", "Result"]
+
+SEEN = 150  # characters of what was seen where a check holds; all of it is in the JSON
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,19 @@ class Report:
         )
         for result in (result for result in self.results if result.finding.verdict != LEFT_OUT):
             found = result.finding
-            words = (result.name, found.expected, found.seen)
+            seen = (
+                found.seen
+                if found.verdict == FAILS
+                else textwrap.shorten(found.seen, SEEN, placeholder=" ...")
+            )
+            words = (result.name, found.expected, seen)
             numbers = (str(result.ranks), result.by, found.verdict, f"{result.seconds:.0f}")
             table.add_row(*map(_plain, words), *numbers)
         tables = [table] if table.row_count else []
-        for record in self.records.values():
-            tables += tables_of(record["kind"], record["rows"])
+        for name, record in self.records.items():
+            for table in tables_of(record["kind"], record["rows"]):
+                table.title = f"{name}: {table.title}"
+                tables.append(table)
         show(tables, [*self._ends(), *self._left_out(), *_machine(self.header, self.facts)], file)
         return file.getvalue()
 

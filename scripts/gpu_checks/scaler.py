@@ -26,7 +26,7 @@ def overflow_with_offload(gpu: Gpu) -> Finding:
     return Finding.of(
         off < TOLERANCE and is_finite and scale == plain_scale == wanted and not moved,
         f"scale {wanted:g}; steps that overflow on rank 0 move no parameter; otherwise as without offload",
-        f"scale {scale:g}, moved in steps {moved}, off by {off:.2g}",
+        f"scale {scale:g}; {len(moved)} such steps moved one; off by {off:.2g}",
     )
 
 

@@ -43,8 +43,8 @@ def large_model(gpu: Gpu) -> Finding:
     return Finding.of(
         holds and (not is_timed or ratio <= MAX_RATIO),
         "; ".join(expected),
-        f"{ratio:.3f} times the step without mpisgd, {waits:g} waits and {copies:g} copies per step more, "
-        f"{ours.mib:.0f} MiB beside {plain.mib:.0f}",
+        f"{ratio:.3f} times the step without mpisgd; per step {waits:g} waits and {copies:g} copies more "
+        f"than without; {ours.mib:.0f} MiB of memory, without {plain.mib:.0f}",
         **figures,
     )
 
