@@ -111,6 +111,9 @@ class Run:
                 continue
             folder = self._folder / f"{name}-{setting}".replace(" ", "-")
             finding, took_s = job(setting, folder, min(limit_s, left_s))
+            if finding.verdict == FAILS and left_s < limit_s and time.monotonic() >= self._end:
+                seen = f"cut off by the {self._options.limit:g} s of all (--limit)"
+                finding = Finding(LEFT_OUT, finding.expected, seen)
             log = tail(folder / "log.txt") if finding.verdict == FAILS else []
             self._add(Result(name, what, setting.size, setting.transport, finding, took_s, log))
 

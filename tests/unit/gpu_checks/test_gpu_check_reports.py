@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
+from gpu_checks import main
 from gpu_checks.benches import BENCHES
 from gpu_checks.catalog import CHECKS, MPI, NCCL, Setting, planned, settings
 from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding, joined
 from gpu_checks.jobs import launch, tail
-from gpu_checks.main import NAMES, SUITE, parse, without_output
+from gpu_checks.main import NAMES, SUITE, Run, parse, without_output
 from gpu_checks.report import Report, Result
 
 HERE = {"PATH": "/usr/bin:/bin"}
@@ -47,6 +49,26 @@ def test_names_of_checks_are_those_of_the_command():
     assert parse(["--only", "future,tests"]).names == ["future", "tests"]
     with pytest.raises(SystemExit):
         parse(["--only", "futures"])
+
+
+def test_what_the_limit_of_all_has_cut_off_is_left_out(tmp_path, monkeypatch):
+    """It was a failure, as if the check had hung."""
+    run = Run(parse(["--output", str(tmp_path / "out"), "--only", "future", "--limit", "31", "--quick"]))
+    monkeypatch.setattr(run, "_facts", lambda: {"num_gpus": 1})
+    ended = [0.0]
+
+    def no_end(*given: object) -> tuple[Finding, float]:
+        run._end = time.monotonic() + ended[0]
+        return Finding(FAILS, "a future", "no end within 31 s"), 31.0
+
+    monkeypatch.setattr(main, "run_check", no_end)
+    run.all()
+    assert run.report.results[0].finding == Finding(
+        LEFT_OUT, "a future", "cut off by the 31 s of all (--limit)"
+    )
+    ended[0], run._end = 60.0, time.monotonic() + 31.0
+    run.all()
+    assert run.report.results[-2].finding.verdict == FAILS
 
 
 def test_a_report_names_no_folder_of_the_user():
