@@ -73,11 +73,13 @@ def verify(
 
     The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is.
     """
+    from mpisgd.job.lazy_dynamo import defer_import
     from mpisgd.verification.matrix import Plan
     from mpisgd.verification.matrix_report import kind_of, text_of_matrix
     from mpisgd.verification.method_matrix import row_of, rows
     from mpisgd.verification.sabotage import Sabotage
 
+    defer_import()  # before `mpisgd.init` does: examples of methods have optimizers
     killed = Sabotage(losing) if losing else None
     plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
     here = is_launched()

@@ -12,6 +12,7 @@ import torch
 import mpisgd
 from mpisgd import compress
 from mpisgd.compress.compressor import Compressor
+from mpisgd.lazy_names import modules_of_names
 from mpisgd.methods.cast.cast import Cast
 from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.methods.strategy.strategy import Strategy
@@ -21,14 +22,18 @@ __all__ = ["compressors", "examples_that_go_together", "optimizers", "strategies
 
 def strategies() -> list[type[Strategy]]:
     """Return the strategies, in the order of their names."""
-    found = (getattr(mpisgd, name) for name in mpisgd.__all__)
-    return [each for each in found if _is_one(each, Strategy)]
+    return [each for each in _public() if _is_one(each, Strategy)]
 
 
 def optimizers() -> list[type[torch.optim.Optimizer]]:
     """Return the optimizers that average by themselves, in the order of their names."""
-    found = (getattr(mpisgd, name) for name in mpisgd.__all__)
-    return [each for each in found if _is_one(each, torch.optim.Optimizer) and averages_by_itself(each)]
+    return [each for each in _public() if _is_one(each, torch.optim.Optimizer) and averages_by_itself(each)]
+
+
+def _public() -> list[Any]:
+    """Return the public names of mpisgd's methods; others would load torch's parallelism."""
+    modules = modules_of_names(str(mpisgd.__file__))
+    return [getattr(mpisgd, name) for name in mpisgd.__all__ if modules[name].startswith("mpisgd.methods.")]
 
 
 def compressors() -> list[type[Compressor]]:

@@ -221,6 +221,12 @@ def _made(program: Program, row: Row, run: Run) -> Verdict:
     return run(replace(program, events=()))
 
 
+def _asked(program: Program) -> object:
+    """Return what it may depend on whether optimizers are refused."""
+    optimizers = [replace(optimizer, layers=()) for optimizer in program.optimizers]
+    return optimizers, {(layer.kind, layer.dtype) for layer in program.layers}
+
+
 def _grown(
     row: Row,
     pack: Sequence[Situation],
@@ -254,8 +260,9 @@ def _grown(
         after, _ = _program(row, [*grown, situation], number)
         if after is None or has_reference(after) != is_compared:
             continue
-        if left is not None or _made(after, row, run).kind == "ok":
+        if left is not None or _asked(after) == _asked(before) or _made(after, row, run).kind == "ok":
             grown.append(situation)
+            before = after
     return sorted(grown, key=lambda each: order.index(each.name))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from mpisgd.verification.programs.option_text import evaluated
 from mpisgd.verification.programs.program import Event, Optimizer, Program
 from mpisgd.verification.programs.training import Training, initial_groups
 
-__all__ = ["ByPaper", "arguments_of", "averages_gradients", "paper_among"]
+__all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "paper_among"]
 
 SYNCHRONOUS = (mpisgd.Synchronous, mpisgd.Sharded, mpisgd.ParameterServer)
 OPTIONS = ("strategy", "compression", "op")
@@ -62,20 +62,39 @@ def _names(program: Program, training: Training) -> dict[str, nn.Parameter]:
     return {name_of[id(param)]: param for param in training.params_of(0)}
 
 
+class Member(NamedTuple):
+    """A rank of a training in which one process has all of them.
+
+    Attributes:
+        training: of this rank.
+        takes_part: see `Training`.
+    """
+
+    training: Training
+    takes_part: bool
+
+    @property
+    def model(self) -> Model:
+        """See `Training`."""
+        return self.training.model
+
+    def states(self) -> list[dict[str, Any]]:
+        """See `Training`."""
+        return self.training.states() if self.takes_part else []
+
+
 class ByPaper:
     """All ranks of a program by the paper of its method.
 
     Args:
         program: what is carried out.
-        rank: whose model is looked at.
     """
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program) -> None:
         weight = 1.0 if program.optimizers[0].sums else program.ranks
-        self._program, self._rank, self._num_ranks = program, rank, program.ranks
+        self._program, self._num_ranks = program, program.ranks
         self._all = [Training(program, [each], weight) for each in range(program.ranks)]
         self._clips: list[events.Clip] = []
-        self.model = self._all[rank].model
         strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
         self._is_local = not averages_gradients(program.optimizers[0])
         self._mixes = isinstance(strategy, mpisgd.Gossip)
@@ -94,13 +113,9 @@ class ByPaper:
         return here[::-1] if self._program.group == "reversed" else here  # in the group's order
 
     @property
-    def takes_part(self) -> bool:
-        """See `Training`."""
-        return self._rank < self._num_ranks
-
-    def states(self) -> list[dict[str, Any]]:
-        """See `Training`."""
-        return self._all[self._rank].states() if self.takes_part else []
+    def members(self) -> Sequence[Member]:
+        """See `Training`: one for each rank."""
+        return [Member(each, rank < self._num_ranks) for rank, each in enumerate(self._all)]
 
     def do(self, event: Event) -> None:
         """See `Training`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ __all__ = [
     "digest",
     "execute",
     "has_reference",
+    "references_of",
     "run_events",
     "state_digest",
 ]
@@ -79,39 +80,53 @@ class Run:
     failure: Failure | None = None
 
 
-class Steps(Protocol):
-    """Carries out events; see `Training`."""
+class Seen(Protocol):
+    """What is looked at after each event; see `Training`."""
 
-    model: Model
+    @property
+    def model(self) -> Model:
+        """See `Training`."""
 
     @property
     def takes_part(self) -> bool:
-        """See `Training`."""
-
-    def do(self, event: events.Event) -> None:
         """See `Training`."""
 
     def states(self) -> list[dict[str, Any]]:
         """See `Training`."""
 
 
-def execute(program: Program, distributed: bool, rank: int = 0, sabotage: Sabotage = Sabotage.NONE) -> Run:
-    """Run a program.
+class Steps(Protocol):
+    """Carries out events; see `Training`."""
+
+    @property
+    def members(self) -> Sequence[Seen]:
+        """See `Training`."""
+
+    def do(self, event: events.Event) -> None:
+        """See `Training`."""
+
+
+def execute(program: Program, sabotage: Sabotage = Sabotage.NONE) -> Run:
+    """Run a program on this rank, together with the others, with mpisgd. Collective.
 
     Args:
         program: what is run.
-        distributed: on this rank, together with the others, with mpisgd: collective. Else in this process
-            alone, with plain torch: the reference, for those that `has_reference`.
-        rank: whose model the reference is of, where the ranks have models of their own.
-        sabotage: what is broken on purpose where it is distributed.
+        sabotage: what is broken on purpose.
     """
     if sabotage is not Sabotage.NONE:
-        return run_events(program, lambda: SabotagedTraining(program, sabotage))
-    if distributed:
-        return run_events(program, lambda: DistributedTraining(program))
+        return run_events(program, lambda: SabotagedTraining(program, sabotage))[0]
+    return run_events(program, lambda: DistributedTraining(program))[0]
+
+
+def references_of(program: Program) -> list[Run]:
+    """Return what each rank must come to, computed in this process alone, once for all of them.
+
+    Args:
+        program: one that `has_reference`.
+    """
     if (definition := definition_of(program)) is not None:
-        return run_events(program, lambda: definition(program, rank))
-    return run_events(program, lambda: Joined(program))
+        return run_events(program, lambda: definition(program))
+    return run_events(program, lambda: Joined(program)) * program.ranks
 
 
 def has_reference(program: Program) -> bool:
@@ -133,21 +148,29 @@ def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
     return is_plain and averages_gradients(optimizer) and optimizer.option("op") != "mpisgd.Adasum"
 
 
-def run_events(program: Program, begin: Callable[[], Steps]) -> Run:
-    """Let what `begin` makes carry out a program's events; return what came out."""
-    run, event = Run(), -1
+def run_events(program: Program, begin: Callable[[], Steps]) -> list[Run]:
+    """Let what `begin` makes carry out a program's events; return what came out for each of its members."""
+    runs, event = [Run()], -1
     try:
         training = begin()
-        run.params[-1] = copies(training.model.params)
+        runs = [Run({-1: copies(member.model.params)}) for member in training.members]
         for event, what in enumerate(program.events):
             training.do(what)
-            if isinstance(what, CHANGING) and training.takes_part:
-                run.params[event] = copies(training.model.params)
+            if isinstance(what, CHANGING):
+                _note(runs, training.members, event)
         event = len(program.events)
-        run.states = training.states()
+        for run, member in zip(runs, training.members, strict=True):
+            run.states = member.states()
     except Exception as exc:
-        run.failure = Failure(event, type(exc).__name__, str(exc))
-    return run
+        for run in runs:
+            run.failure = Failure(event, type(exc).__name__, str(exc))
+    return runs
+
+
+def _note(runs: Sequence[Run], members: Sequence[Seen], event: int) -> None:
+    for run, member in zip(runs, members, strict=True):
+        if member.takes_part:
+            run.params[event] = copies(member.model.params)
 
 
 class Joined(Training):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import mpisgd
@@ -34,6 +35,7 @@ ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD", "QSGD", "TernGrad", "Natu
 CHOOSES = (mpisgd.compress.TopK, mpisgd.compress.DeepGradient)  # among equals whichever it likes
 
 
+@lru_cache(maxsize=64)  # asked for several times of each program
 def definition_of(program: Program) -> type[ByPaper] | None:
     """Return what makes the definition of a program's method for a rank; None: it has none here."""
     if len(program.optimizers) > 1 or program.optimizers[0].name in events.ONE_BIT:

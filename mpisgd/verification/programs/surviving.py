@@ -13,13 +13,14 @@ from mpisgd import elastic
 from mpisgd.job.threads_as_ranks import lose_ranks
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.verification.programs import program as events
-from mpisgd.verification.programs.by_paper import ByPaper
+from mpisgd.verification.programs.by_paper import ByPaper, Member
 from mpisgd.verification.programs.distributed_training import DistributedTraining, group_of
 from mpisgd.verification.programs.execute import (
     CHANGING,
     Failure,
     Joined,
     Run,
+    Seen,
     copies,
     has_reference,
     run_events,
@@ -29,7 +30,7 @@ from mpisgd.verification.programs.program import Event, Program
 from mpisgd.verification.programs.serial_definition import definition_of
 from mpisgd.verification.programs.training import Training
 
-__all__ = ["Survived", "reference_after", "survive"]
+__all__ = ["Survived", "references_after", "survive"]
 
 
 class Survived(NamedTuple):
@@ -158,31 +159,33 @@ class _ElasticTraining(DistributedTraining):
 # --- what it must come to -------------------------------------------------------------------------------
 
 
-def reference_after(program: Program, rank: int, resumptions: Sequence[Resumption]) -> Run | None:
-    """Return what one process computes that goes on with fewer ranks; None where there is no such one.
+def references_after(program: Program, resumptions: Sequence[Resumption]) -> Sequence[Run | None]:
+    """Return what one process computes for each rank that goes on with fewer ranks, Nones: there is no such.
 
     Args:
         program: with losses.
-        rank: whose model it is, where the ranks have models of their own.
         resumptions: where the ranks that are left have gone on.
     """
     plain = without_losses(program, resumptions)
     if not has_reference(plain):
-        return None
-    by_paper = definition_of(plain) is not None
-    return run_events(
-        program, lambda: _Resuming(_ByPaper(program, rank) if by_paper else Joined(program), resumptions)
-    )
+        return [None] * program.ranks
+    if definition_of(plain) is not None:
+        return run_events(program, lambda: _Resuming(_ByPaper(program), resumptions))
+    return run_events(program, lambda: _Resuming(Joined(program), resumptions)) * program.ranks
 
 
 class _Resuming:
     """A training in one process that goes on with fewer ranks at some events; see `Steps`."""
 
     def __init__(self, training: Training | _ByPaper, resumptions: Sequence[Resumption]) -> None:
-        self.model, self.takes_part, self.states = training.model, True, training.states
         self._training = training
         self._left = {each.position: each.left for each in resumptions}
         self._next = 0
+
+    @property
+    def members(self) -> Sequence[Seen]:
+        """See `Training`."""
+        return self._training.members
 
     def do(self, event: Event) -> None:
         """See `Training`."""
@@ -195,9 +198,9 @@ class _Resuming:
 class _ByPaper(ByPaper):
     """All ranks by the paper of their method, of which some are lost."""
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program) -> None:
         self._left = tuple(range(program.ranks))
-        super().__init__(program, rank)
+        super().__init__(program)
 
     @property
     def _here(self) -> list[tuple[int, Training]]:
@@ -205,9 +208,9 @@ class _ByPaper(ByPaper):
         return here[::-1] if self._program.group == "reversed" else here
 
     @property
-    def takes_part(self) -> bool:
-        """See `Training`: whoever asks is left."""
-        return True
+    def members(self) -> Sequence[Member]:
+        """See `Training`: only those that are left are looked at."""
+        return [Member(each, takes_part=True) for each in self._all]
 
     def shrink(self, left: tuple[int, ...]) -> None:
         """Go on with the ranks that are left, which are numbered anew in their order."""

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 import mpisgd
+from mpisgd.job.lazy_dynamo import defer_import
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.program import Program
 from mpisgd.verification.programs.surviving import Survived, survive
 from mpisgd.verification.programs.try_losses import conclude_after_losses, differing, hosts_of
-from mpisgd.verification.programs.try_out import conclude, reference_of, see
+from mpisgd.verification.programs.try_out import conclude, references_or_none, see
 from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["ThreadsBackend"]
@@ -31,6 +32,7 @@ class ThreadsBackend:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
+        defer_import()  # as `mpisgd.init` does; those of the references are made before there are ranks
         gc.freeze()  # a second optimizer collects what the first one has left behind, and that is all modules
         self._runs = 0
 
@@ -49,7 +51,7 @@ class ThreadsBackend:
                 return Verdict("hang", str(exc))
 
     def _without(self, program: Program, sabotage: Sabotage) -> Verdict:
-        references = [reference_of(program, rank) for rank in range(program.ranks)]
+        references = references_or_none(program)
         return conclude(program, _run(program, lambda: see(program, references[mpisgd.rank()], sabotage)))
 
     def _with_losses(self, program: Program) -> Verdict:

@@ -51,6 +51,11 @@ class Training:
         return True
 
     @property
+    def members(self) -> Sequence[Training]:
+        """Those whose models are looked at: the one that there is."""
+        return [self]
+
+    @property
     def layers(self) -> set[int]:
         """Those that an optimizer has."""
         return {layer for groups in self._groups for group, _ in groups for layer in group}

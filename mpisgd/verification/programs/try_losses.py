@@ -13,7 +13,7 @@ from mpisgd.verification.programs.contract import may_be_refused
 from mpisgd.verification.programs.execute import digest, state_digest
 from mpisgd.verification.programs.lost_ranks import Resumption, lost_in, without_losses
 from mpisgd.verification.programs.program import Lose, Program
-from mpisgd.verification.programs.surviving import Survived, reference_after
+from mpisgd.verification.programs.surviving import Survived, references_after
 from mpisgd.verification.programs.variants import ranks_agree
 
 __all__ = ["conclude_after_losses", "differing", "hosts_of"]
@@ -50,7 +50,7 @@ def conclude_after_losses(program: Program, outcomes: Sequence[Any], seen: Mappi
     has_failed = any(seen[rank].run.failure for rank in left)
     if not has_failed and (wrong := _not_recovered_from(program, history, lost)):
         return Verdict("history", wrong)
-    references = {rank: reference_after(program, rank, history) for rank in left}
+    references = references_after(program, history)
     observed = [observe(program, seen[rank].run, references[rank], ()) for rank in left]
     plain = without_losses(program, history)
     return judge(observed, ranks_agree=ranks_agree(plain), may_be_refused=may_be_refused(plain))

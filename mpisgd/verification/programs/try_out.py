@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from mpisgd.verification.programs.compare import Outcome, Verdict, judge, observe
 from mpisgd.verification.programs.contract import may_be_refused
-from mpisgd.verification.programs.execute import Run, execute, has_reference
+from mpisgd.verification.programs.execute import Run, execute, has_reference, references_of
 from mpisgd.verification.programs.program import Program
 from mpisgd.verification.programs.variants import ranks_agree, variants
 from mpisgd.verification.sabotage import Sabotage
 
-__all__ = ["conclude", "reference_of", "see", "try_out"]
+__all__ = ["conclude", "references_or_none", "see", "try_out"]
 
 VARIANTS_EVERY = 6  # of the programs that have a reference
 
@@ -25,14 +25,15 @@ def try_out(program: Program, rank: int, all_gather: Callable[[Outcome], list[Ou
         rank: this one.
         all_gather: brings what each rank has seen to all; it must not depend on what is being tested.
     """
-    outcome = see(program, reference_of(program, rank))
+    references = references_or_none(program)
+    outcome = see(program, references[rank])
     gc.collect()  # optimizers that only a reference cycle keeps end here, on all ranks alike
     return conclude(program, all_gather(outcome))
 
 
-def reference_of(program: Program, rank: int) -> Run | None:
-    """Return what one process computes, None where there is nothing to compare with."""
-    return execute(program, False, rank) if has_reference(program) else None
+def references_or_none(program: Program) -> Sequence[Run | None]:
+    """Return what one process computes for each rank, Nones where there is nothing to compare with."""
+    return references_of(program) if has_reference(program) else [None] * program.ranks
 
 
 def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
@@ -45,12 +46,12 @@ def see(program: Program, reference: Run | None, sabotage: Sabotage = Sabotage.N
 
     Without a reference the variants are all there is to compare with.
     """
-    run = execute(program, True, sabotage=sabotage)
+    run = execute(program, sabotage)
     others: list[tuple[str, Run]] = []
     says_more = reference is None or program.seed % VARIANTS_EVERY == 0
-    if run.failure is None and says_more and sabotage is Sabotage.NONE:
+    if run.failure is None and program.events and says_more and sabotage is Sabotage.NONE:
         for name, variant in variants(program):
-            others.append((name, execute(variant, True)))
+            others.append((name, execute(variant)))
             if others[-1][1].failure is not None:
                 break
     return observe(program, run, reference, others)

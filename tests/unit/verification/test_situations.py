@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 
@@ -83,6 +85,20 @@ def test_all_methods_have_a_row():
     assert len({*names}) == len(names)
     kinds = "Synchronous Sharded LocalSGD DiLoCo Gossip ElasticAveraging ParameterServer TopK OneBitAdam"
     assert all(any(kind in name for name in names) for kind in kinds.split())
+
+
+def test_no_method_loads_what_takes_longer_to_load_than_to_verify():
+    """Each process of the matrix would load torch's compiler and its parallelism: seconds, for nothing."""
+    program = (
+        "import sys\n"
+        "from mpisgd.verification.method_matrix import rows\n"
+        "from mpisgd.verification.programs.threads_backend import ThreadsBackend\n"
+        "run = ThreadsBackend().run\n"
+        "print([run(row.program((), (2, 0))).kind for row in rows() if 'DiLoCo' in row.name][:1])\n"
+        "print({'torch._dynamo', 'torch.distributed.tensor', 'sympy'} & {*sys.modules})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["['ok']", "set()"], done.stderr
 
 
 def test_a_row_of_the_users_own_is_a_strategy_or_a_compressor():
