@@ -1,11 +1,14 @@
 """`python -m mpisgd verify`: compare every mode of training with one process, or with its definition.
 
-python -m mpisgd verify --quick                         # starts jobs of 1 to 4 ranks itself
+python -m mpisgd verify --quick                         # starts jobs of 3 and 4 ranks itself
+python -m mpisgd verify --minutes 20                    # all pairs of situations, as far as it comes
+python -m mpisgd verify --resume                        # the rest
 python -m mpisgd verify --sabotage                      # breaks every mode, and sees that each is found
 mpirun -np 8 -hostfile hosts python -m mpisgd verify    # with these ranks
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mpisgd
+from mpisgd import config
 from mpisgd.cli.provenance import provenance
 from mpisgd.config import is_launched
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from mpisgd.verification.cell import Cell
     from mpisgd.verification.matrix import Plan
     from mpisgd.verification.method_matrix import Row, Tried
+    from mpisgd.verification.run_matrix import Matrix, Results
 
 __all__ = ["verify"]
 
@@ -38,6 +43,18 @@ Picture = Annotated[
 
 def verify(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer modes, methods and steps: minutes.")] = False,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Every pair of situations with every number of ranks, on 1 to 3 hosts: a night."
+        ),
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a run with the same source was stopped.")
+    ] = False,
+    minutes: Annotated[
+        float, typer.Option(help="Stop trying methods in situations after so many minutes; 0: at the end.")
+    ] = 0.0,
     sabotage: Annotated[
         bool, typer.Option("--sabotage", help="Break every mode on purpose; each must be found.")
     ] = False,
@@ -71,8 +88,11 @@ def verify(
 
     Then every method in every situation, on ranks that are threads; without --quick all pairs of situations.
 
-    The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is.
+    The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is. It is 1 as well
+    if the time is over before all methods are done.
     """
+    if quick and everything:
+        raise mpisgd.JobError("--quick and --all are opposites; take one of them")
     from mpisgd.job.lazy_dynamo import defer_import
     from mpisgd.verification.matrix import Plan
     from mpisgd.verification.matrix_report import kind_of, text_of_matrix
@@ -86,13 +106,14 @@ def verify(
     if method:
         if here:
             raise mpisgd.JobError("--method: its ranks are threads; start it without mpirun")
-        tried, modes = _tried([row_of(method)], plan), []
+        tried, modes = _tried([row_of(method)], plan, everything, None), []
     else:
         named = [] if here else [row for row in rows() if only.lower() in row.name.lower()]
         if quick and not only:
             named = list({kind_of(row.name): row for row in reversed(named)}.values())[::-1]
-        tried, modes = _tried(named, plan), plan.modes()
-        if not tried and not modes:
+        kept = None if quick or sabotage else _kept(minutes, resume=resume)
+        tried, modes = _tried(named, plan, everything, kept), plan.modes()
+        if not tried.found and not modes:
             raise mpisgd.JobError(f"--only: no mode's name contains {only!r}")
     if not modes:
         found = []
@@ -101,32 +122,46 @@ def verify(
     else:
         found = _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
     if cells is None and (not here or mpisgd.rank() == 0):
-        _finish(found, tried, json_file, plot_file)
+        _finish(found, tried.found, json_file, plot_file)
         if refusals:
-            typer.echo(text_of_matrix(tried), nl=False)
+            typer.echo(text_of_matrix(tried.found), nl=False)
+        if tried.unfinished:
+            typer.echo(f"{len(tried.unfinished)} methods are not done; --resume goes on with them")
     if cells is None and not all(cell.is_as_wanted for cell in found):
         raise typer.Exit(1)
-    if any(each.is_fault for each in tried):
+    if tried.unfinished or any(each.is_fault for each in tried.found):
         raise typer.Exit(1)
 
 
-def _tried(chosen: "Sequence[Row]", plan: "Plan") -> "list[Tried]":
+def _kept(minutes: float, *, resume: bool) -> "Results":
+    """Return where results are kept; those of before are deleted, unless this is to go on with them."""
+    from mpisgd.verification.known_results import results_file
+    from mpisgd.verification.run_matrix import Results
+
+    path = results_file(config.cache_folder())
+    if not resume:
+        path.unlink(missing_ok=True)
+    return Results(path, time.time() + 60 * minutes if minutes else 0.0)
+
+
+def _tried(chosen: "Sequence[Row]", plan: "Plan", everything: bool, kept: "Results | None") -> "Matrix":
     """Try methods in situations, on ranks that are threads, and show how far that is."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from mpisgd.verification.run_matrix import run_matrix
+    from mpisgd.verification.run_matrix import Extent, Matrix, run_matrix
 
     if not chosen:
-        return []
+        return Matrix([], [])
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("methods x situations", total=None)
         return run_matrix(
             chosen,
             lambda done, total: progress.update(task, completed=done, total=total),
-            quick=plan.quick,
+            extent=Extent.QUICK if plan.quick else Extent.ALL if everything else Extent.PAIRS,
             sabotage=plan.sabotage,
+            results=kept,
         )
 
 

@@ -6,45 +6,97 @@ import concurrent.futures
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from enum import Enum
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from mpisgd.verification.method_matrix import Row, Tried, alone_in, packed, pairs_of
+from mpisgd.verification.covering import alone_in, packed, pairs_of
+from mpisgd.verification.known_results import KnownResults, OutOfTime
+from mpisgd.verification.method_matrix import ALL_DIVISIONS, DIVISIONS, Row, Run, Tried
 from mpisgd.verification.programs.program import parse
 from mpisgd.verification.programs.python_text import python_text
 from mpisgd.verification.programs.threads_backend import ThreadsBackend
 from mpisgd.verification.sabotage import Sabotage
 
-__all__ = ["run_matrix", "summary_of_matrix"]
+__all__ = ["Extent", "Matrix", "Results", "run_matrix", "summary_of_matrix"]
 
 SHOWN = 5  # faults with their programs
 SABOTAGES = tuple(sabotage for sabotage in Sabotage if sabotage is not Sabotage.NONE)
 
 
+class Extent(Enum):
+    """How much of the product is tried.
+
+    QUICK: every situation once, in as few programs as that takes.
+    PAIRS: every pair of situations, each with some ranks on some hosts.
+    ALL: every pair of situations with all numbers of ranks and hosts.
+    """
+
+    QUICK = "quick"
+    PAIRS = "pairs"
+    ALL = "all"
+
+
+class Results(NamedTuple):
+    """Where results are kept.
+
+    Attributes:
+        path: of the file.
+        ends_at_s: see `KnownResults`.
+    """
+
+    path: Path
+    ends_at_s: float = 0.0
+
+
+class Matrix(NamedTuple):
+    """What became of methods in situations.
+
+    Attributes:
+        found: each program, by method.
+        unfinished: methods that were not done when the time was over.
+    """
+
+    found: list[Tried]
+    unfinished: list[str]
+
+
 def run_matrix(
-    chosen: Sequence[Row], report: Callable[[int, int], None], *, quick: bool = False, sabotage: bool = False
-) -> list[Tried]:
-    """Return what became of methods in every situation, and in pairs of them unless it is quick.
+    chosen: Sequence[Row],
+    report: Callable[[int, int], None],
+    *,
+    extent: Extent = Extent.PAIRS,
+    sabotage: bool = False,
+    results: Results | None = None,
+) -> Matrix:
+    """Return what became of methods in situations, on all cores.
 
     Args:
         chosen: the methods.
         report: called with the number of methods that are done, and of all.
-        quick: every situation once, in as few programs as that takes.
-        sabotage: break these programs, each in one way; see `Sabotage`.
+        extent: how much of the product.
+        sabotage: break the programs of the quick form, each in one way; see `Sabotage`.
+        results: where they are kept, and taken from; None: nowhere.
     """
+    extent = Extent.QUICK if sabotage else extent
     context = multiprocessing.get_context("spawn")  # torch's threads do not outlive a fork
     cores = psutil.cpu_count(logical=False) or 1
-    found: dict[int, list[Tried]] = {}
+    done: dict[int, tuple[list[Tried], bool]] = {}
     with concurrent.futures.ProcessPoolExecutor(min(cores, len(chosen)), mp_context=context) as pool:
         works = {
-            pool.submit(_try_row, row, number, quick or sabotage, sabotage): number
+            pool.submit(_try_row, row, number, extent, sabotage, results): number
             for number, row in enumerate(chosen)
         }
         for work in concurrent.futures.as_completed(works):
-            found[works[work]] = work.result()
-            report(len(found), len(chosen))
-    return [tried for number in sorted(found) for tried in found[number]]
+            done[works[work]] = work.result()
+            report(len(done), len(chosen))
+    return Matrix(
+        [tried for number in sorted(done) for tried in done[number][0]],
+        [chosen[number].name for number in sorted(done) if not done[number][1]],
+    )
 
 
 @cache
@@ -52,13 +104,38 @@ def _backend() -> ThreadsBackend:
     return ThreadsBackend()
 
 
-def _try_row(row: Row, number: int, quick: bool, sabotage: bool) -> list[Tried]:
-    """Try a method: what a process of the pool does."""
-    run = _backend().run
-    found = list(packed(row, number, run) if quick else alone_in(row, number, run))
-    if sabotage:
-        return list(_sabotaged(found))
-    return found if quick else [*found, *pairs_of(row, found, number, run)]
+@cache
+def _known(results: Results) -> KnownResults:
+    return KnownResults(*results)
+
+
+def _try_row(
+    row: Row, number: int, extent: Extent, sabotage: bool, results: Results | None
+) -> tuple[list[Tried], bool]:
+    """Try a method, which is what a process of the pool does; return whether that came to its end, too."""
+    backend, found = _backend(), list[Tried]()
+    run: Run = backend.run
+    if results is not None:
+        run = partial(_known(results).run, run=backend.run)
+    try:
+        for tried in _programs(row, number, extent, run):
+            found.append(tried)
+    except OutOfTime:
+        return found, False
+    return list(_sabotaged(found)) if sabotage else found, True
+
+
+def _programs(row: Row, number: int, extent: Extent, run: Run) -> Iterator[Tried]:
+    """Try a method in as many programs as that takes."""
+    if extent is Extent.QUICK:
+        yield from packed(row, number, run)
+        return
+    for divisions in [DIVISIONS] if extent is Extent.PAIRS else [[each] for each in ALL_DIVISIONS]:
+        singles = []
+        for single in alone_in(row, number, run, divisions):
+            singles.append(single)
+            yield single
+        yield from pairs_of(row, singles, number, run, divisions)
 
 
 def _sabotaged(found: Sequence[Tried]) -> Iterator[Tried]:
@@ -67,6 +144,8 @@ def _sabotaged(found: Sequence[Tried]) -> Iterator[Tried]:
         if tried.kind != "ok" or not tried.has_reference:
             continue
         program = parse(tried.program)
+        if program.loses:
+            continue  # the ranks that are left go on with a reference that is made afterwards
         sabotage = SABOTAGES[number % len(SABOTAGES)]
         if not sabotage.applies(program.ranks):
             sabotage = Sabotage.WRONG_SCALE

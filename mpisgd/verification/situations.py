@@ -19,10 +19,12 @@ from mpisgd.verification.programs.program import (
     Backward,
     Broadcast,
     Clip,
+    Commit,
     Convert,
     Event,
     FailedBackward,
     Layer,
+    Lose,
     Optimizer,
     Program,
     Reload,
@@ -248,6 +250,23 @@ def _added_group(program: Program) -> Program:
     return _after_step(with_layer, 1, AddGroup(place))
 
 
+def _loses(waits: int) -> Change:
+    """Lose the last rank after the second step before the end, and train two steps without it.
+
+    The others go back to a commit. Where the rank is lost while it waits, they may be anywhere.
+    """
+
+    def changed(program: Program) -> Program | None:
+        if program.is_resized or program.loses or any(isinstance(e, Broadcast) for e in program.events):
+            return None
+        last = [i for i, event in enumerate(program.events) if isinstance(event, Step)][-2] + 1
+        step = program.events[last:]
+        lost = (Commit(), Commit(), *step[:1], Lose((program.ranks - 1,), waits), *step[1:])
+        return replace(program, events=(*program.events[:last], *lost, *step, *step))
+
+    return changed
+
+
 def _scaled(program: Program) -> Program | None:
     def overflows(backward: Backward, program: Program) -> Event:
         return replace(backward, overflow=(program.ranks - 1,))
@@ -350,6 +369,8 @@ def _table() -> dict[str, Situation]:
         ("resumed beside the former", "state", lambda p: _after_step(p, 2, Reload(clears=False))),
         ("a rank fewer", "ranks state", _among_several(_fewer)),
         ("a rank fewer, then as before", "ranks state", _among_several(_fewer_and_more)),
+        ("a rank is lost", "ranks state window", _among_several(_loses(0))),
+        ("a rank is lost while it waits", "ranks state window", _among_several(_loses(5))),
     )
     return {name: Situation(name, change, frozenset(touches.split())) for name, touches, change in rows}
 
