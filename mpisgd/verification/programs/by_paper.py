@@ -41,9 +41,9 @@ def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: evaluated(text) for name, text in optimizer.options if name in OPTIONS}
 
 
-def paper_among(program: Program, size: int) -> Definition:
-    """Return the definition of a program's method among so many ranks."""
-    optimizer, params = program.optimizers[0], Model(program).params
+def paper_among(program: Program, size: int, place: int = 0) -> Definition:
+    """Return the definition of the method of one of a program's optimizers, among so many ranks."""
+    optimizer, params = program.optimizers[place], Model(program).params
     layers = [layer for group, _ in initial_groups(program, optimizer) for layer in group]
     lengths = [(f"layers.{layer}", params[layer].nbytes) for layer in layers]
     definition = paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
@@ -56,10 +56,10 @@ def _bucket_of_each(x: Vec) -> Layout:
     return tuple((Slice(name, 0, tensor.numel()),) for name, tensor in x.items())
 
 
-def _names(program: Program, training: Training) -> dict[str, nn.Parameter]:
-    """Return the parameters of the optimizer by name, in its order."""
-    name_of = {id(param): f"layers.{place}" for place, param in enumerate(training.model.params)}
-    return {name_of[id(param)]: param for param in training.params_of(0)}
+def _names(training: Training, place: int) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer by name, in its order."""
+    name_of = {id(param): f"layers.{layer}" for layer, param in enumerate(training.model.params)}
+    return {name_of[id(param)]: param for param in training.params_of(place)}
 
 
 class Member(NamedTuple):
@@ -102,15 +102,27 @@ class ByPaper:
         self._begin()
 
     def _begin(self) -> None:
-        """Make the run of the ranks that train now."""
-        self._params = {each: _names(self._program, training) for each, training in self._here}
-        self._optimizers: dict[int, Any] = {each: _Stepping(training) for each, training in self._here}
-        self._run = PaperRun(paper_among(self._program, self._num_ranks), self._params, self._optimizers)
+        """Make the runs of the ranks that train now, one for each optimizer."""
+        self._parts = [_Part(place, self._here) for place in range(len(self._program.optimizers))]
+        self._runs = [self._new_run(part) for part in self._parts]
+
+    def _new_run(self, part: _Part) -> PaperRun:
+        definition = paper_among(self._program, self._num_ranks, part.place)
+        return PaperRun(definition, part.params, part.optimizers, hosts=self._hosts)
 
     @property
     def _here(self) -> list[tuple[int, Training]]:
         here = list(enumerate(self._all[: self._num_ranks]))
         return here[::-1] if self._program.group == "reversed" else here  # in the group's order
+
+    @property
+    def _hosts(self) -> list[list[int]]:
+        """The ranks of each host, in the group's order."""
+        hosts: dict[int, list[int]] = {}
+        each = self._program.ranks_per_host or self._program.ranks
+        for rank, training in self._here:
+            hosts.setdefault(self._all.index(training) // each, []).append(rank)
+        return list(hosts.values())
 
     @property
     def members(self) -> Sequence[Member]:
@@ -129,11 +141,11 @@ class ByPaper:
             case events.AddGroup() | events.SetFrozen() | events.Convert():
                 for training in self._all:  # also those that may train again
                     training.do(event)
-                for rank, training in self._here:
-                    self._params[rank].update(_names(self._program, training))
+                for part in self._parts:
+                    part.note_groups(self._here)
             case events.Broadcast():
                 self._copy_from(event.src, self._all[: self._num_ranks])
-                self._go_on(self._run)
+                self._go_on(self._runs)
             case _:
                 for _, training in self._here:
                     training.do(event)
@@ -143,26 +155,16 @@ class ByPaper:
             for _, training in self._here:
                 training.compute(event)
             event = events.Step()
-        for optimizer in self._optimizers.values():
-            optimizer.event = event
-        grads = {
-            rank: {name: param.grad for name, param in params.items() if param.grad is not None}
-            for rank, params in self._params.items()
-        }
-        frozen = self._frozen() if self._mixes else {}
-        self._run.step(grads, self._clipped)
+        for part, run in zip(self._parts, self._runs, strict=True):
+            for optimizer in part.optimizers.values():
+                optimizer.event = event
+            frozen = part.frozen() if self._mixes else {}
+            run.step(part.grads(), self._clipped)
+            for rank, values in frozen.items():
+                for name, value in values.items():
+                    _overwrite(part.params[rank][name], value)
+                    run.x[rank][name] = value
         self._clips.clear()
-        for rank, values in frozen.items():
-            for name, value in values.items():
-                _overwrite(self._params[rank][name], value)
-                self._run.x[rank][name] = value
-
-    def _frozen(self) -> dict[int, dict[str, Tensor]]:
-        """Return copies of the parameters that are not trained, which ranks do not mix."""
-        return {
-            rank: {name: p.detach().clone() for name, p in params.items() if not p.requires_grad}
-            for rank, params in self._params.items()
-        }
 
     def _clipped(self, grads: Vec) -> Vec:
         for clip in self._clips:
@@ -180,10 +182,11 @@ class ByPaper:
 
     def _resize(self, num_ranks: int) -> None:
         """Go on with other ranks from the consensus of the models."""
-        before = self._run
-        for name, value in self._consensus().items():
-            for params in self._params.values():
-                _overwrite(params[name], value)
+        before = self._runs
+        for part, run in zip(self._parts, self._runs, strict=True):
+            for name, value in self._consensus(part, run).items():
+                for params in part.params.values():
+                    _overwrite(params[name], value)
         self._copy_from(0, self._all[self._num_ranks : num_ranks])
         self._num_ranks = num_ranks
         for _, training in self._here:
@@ -192,26 +195,23 @@ class ByPaper:
         self._begin()
         self._go_on(before)
 
-    def _consensus(self) -> dict[str, Tensor]:
-        state = self._run.state
+    def _consensus(self, part: _Part, run: PaperRun) -> dict[str, Tensor]:
         for name in ("theta", "z"):
-            if common := getattr(state, name, None):
+            if common := getattr(run.state, name, None):
                 return dict(common)
-        ranks = list(self._params.values())
+        ranks = list(part.params.values())
         if not self._is_local:  # all ranks have the same, and a mean of three of them would be rounded
             return dict(ranks[0])
         return {name: torch.stack([params[name].detach() for params in ranks]).mean(0) for name in ranks[0]}
 
-    def _go_on(self, before: PaperRun) -> None:
-        """Let the run go on from the parameters that there are, with what was alike in another one."""
-        x = {
-            rank: Vec({name: param.detach().clone() for name, param in params.items()})
-            for rank, params in self._params.items()
-        }
-        run = PaperRun(paper_among(self._program, self._num_ranks), self._params, self._optimizers)
-        states: dict[int, dict[str, Any]] = {rank: {} for rank in self._params}
-        run.load(Saved(_without_own(before.state, run.state), x, states, before.steps))
-        self._run = run
+    def _go_on(self, before: Sequence[PaperRun]) -> None:
+        """Let the runs go on from the parameters that there are, with what was alike in other ones."""
+        self._runs = []
+        for part, former in zip(self._parts, before, strict=True):
+            run = self._new_run(part)
+            states: dict[int, dict[str, Any]] = {rank: {} for rank in part.params}
+            run.load(Saved(_without_own(former.state, run.state), part.copies(), states, former.steps))
+            self._runs.append(run)
 
     def _copy_from(self, src: int, trainings: Sequence[Training]) -> None:
         for training in trainings:
@@ -224,16 +224,57 @@ class ByPaper:
                     _undo_casts(optimizer, state["state"])
 
 
-class _Stepping:
-    """What a paper calls the optimizer: a step of a training, as the program asks for it."""
+class _Part:
+    """What one of the program's optimizers has, on all ranks that train.
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
+    Attributes:
+        place: of the optimizer.
+        params: by rank and name.
+        optimizers: what a paper calls the optimizer, by rank.
+    """
+
+    def __init__(self, place: int, here: Sequence[tuple[int, Training]]) -> None:
+        self.place = place
+        self.params = {rank: _names(training, place) for rank, training in here}
+        self.optimizers: dict[int, Any] = {rank: _Stepping(training, place) for rank, training in here}
+
+    def note_groups(self, here: Sequence[tuple[int, Training]]) -> None:
+        """Take over parameters that were added."""
+        for rank, training in here:
+            self.params[rank].update(_names(training, self.place))
+
+    def grads(self) -> dict[int, dict[str, Tensor]]:
+        """Return the gradients that there are."""
+        return {
+            rank: {name: param.grad for name, param in params.items() if param.grad is not None}
+            for rank, params in self.params.items()
+        }
+
+    def frozen(self) -> dict[int, dict[str, Tensor]]:
+        """Return copies of the parameters that are not trained, which ranks do not mix."""
+        return {
+            rank: {name: p.detach().clone() for name, p in params.items() if not p.requires_grad}
+            for rank, params in self.params.items()
+        }
+
+    def copies(self) -> dict[int, Vec]:
+        """Return copies of the parameters."""
+        return {
+            rank: Vec({name: param.detach().clone() for name, param in params.items()})
+            for rank, params in self.params.items()
+        }
+
+
+class _Stepping:
+    """What a paper calls the optimizer: a step of one in a training, as the program asks for it."""
+
+    def __init__(self, training: Training, place: int) -> None:
+        self._training, self._place = training, place
         self.event = events.Step()
 
     def step(self) -> None:
         """Update the parameters by the gradients that they have."""
-        self._training.step(self.event)
+        self._training.step(self.event, [self._place])
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the training keeps its state."""

@@ -50,10 +50,10 @@ class SabotagedTraining(DistributedTraining):
         is_scaled = self._is_wrong and self._sabotage is Sabotage.WRONG_SCALE
         return loss * WRONG if is_scaled and loss is not None else loss
 
-    def step(self, event: events.Step) -> None:
+    def step(self, event: events.Step, places: Sequence[int] | None = None) -> None:
         """See `Training`."""
         before = [param.detach().clone() for param in self.model.params]
-        super().step(event)
+        super().step(event, places)
         self._num_steps += 1
         if self._is_wrong and self._sabotage is Sabotage.STALE and self._num_steps == 2:
             with torch.no_grad():

@@ -10,7 +10,7 @@ from mpisgd.verification.programs import program as events
 from mpisgd.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
 from mpisgd.verification.programs.program import Program
 
-__all__ = ["definition_of", "rounds"]
+__all__ = ["definition_of", "rounds", "why_undefined"]
 
 OneBit = mpisgd.compress.OneBit
 
@@ -35,47 +35,56 @@ ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD", "QSGD", "TernGrad", "Natu
 CHOOSES = (mpisgd.compress.TopK, mpisgd.compress.DeepGradient)  # among equals whichever it likes
 
 
-@lru_cache(maxsize=64)  # asked for several times of each program
 def definition_of(program: Program) -> type[ByPaper] | None:
-    """Return what makes the definition of a program's method for a rank; None: it has none here."""
-    if len(program.optimizers) > 1 or program.optimizers[0].name in events.ONE_BIT:
-        return None
+    """Return what makes the definition of a program's method; None: it has none here."""
+    return None if why_undefined(program) else ByPaper
+
+
+@lru_cache(maxsize=64)  # asked for several times of each program
+def why_undefined(program: Program) -> str:
+    """Return why a program has no definition by a paper, "" if it has one."""
+    if program.optimizers[0].name in events.ONE_BIT:
+        return "the paper of the optimizer has no programs"
+    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
+    if len({*layers}) < len(layers):
+        return "several optimizers of the same parameters"
     options = arguments_of(program.optimizers[0])
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not averages_gradients(program.optimizers[0])
     compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
-    if isinstance(compression, mpisgd.compress.PerHost):
-        return None  # the papers here have no hosts
+    compression = getattr(compression, "compressor", compression)  # of `PerHost`
     two_step = getattr(compression, "two_step", False)
     compresses = isinstance(compression, PER_PARAMETER) and not two_step
     if isinstance(compression, PER_BUCKET) and not compresses:
         compresses = len(program.layers) == 1 or (cap == "1" and not two_step)
     reduces = compresses or options.get("op") is mpisgd.Adasum
-    if not (is_local or reduces) or not _has_paper(program, strategy):
-        return None
+    if not (is_local or reduces):
+        return "no paper of what buckets have together, unless each parameter has its own"
+    if why := _why_no_paper(program, strategy):
+        return why
     if is_local and isinstance(compression, PER_BUCKET) and cap not in ("", "1"):
-        return None
+        return "what is drawn depends on the buckets"
     if reduces and not is_local and not _reduces_once(program):
-        return None
+        return "a step with several reductions, or with none"
     if program.exact and isinstance(compression, CHOOSES):
-        return None
+        return "among equals it chooses whichever it likes"
     regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
     counts = isinstance(compression, (mpisgd.compress.SignSGD, *PER_BUCKET)) and not isinstance(
         compression, OneBit
     )
     if counts and regroups:
-        return None  # what signs zeros have, and what is drawn, depends on how many reductions a bucket had
+        return "what signs zeros have, and what is drawn, depends on how many reductions a bucket had"
     if is_local and counts and (regroups or any(layer.frozen for layer in program.layers)):
-        return None  # whether what is frozen lies in a bucket of the others decides what is drawn for these
+        return "whether what is frozen lies in a bucket of the others decides what is drawn for these"
     moves = any(isinstance(event, events.Convert) for event in program.events)
     draws = isinstance(compression, PER_BUCKET) and (two_step or not isinstance(compression, OneBit))
     by_memory = draws or isinstance(compression, mpisgd.compress.PowerSGD)
     if by_memory and (moves or any(layer.transposed for layer in program.layers)):
-        return None  # they approximate, draw for and cut what lies in memory
+        return "it approximates, draws for or cuts what lies in memory"
     dtypes = {each.dtype for each in (*program.layers, *program.events) if hasattr(each, "dtype")}
     if rounds(program) and dtypes - {"", "float64"}:
-        return None
-    return ByPaper
+        return "it rounds what a narrow dtype has rounded"
+    return ""
 
 
 def rounds(program: Program) -> bool:
@@ -84,24 +93,24 @@ def rounds(program: Program) -> bool:
     return any(name in text for text in options for name in ROUNDING)
 
 
-def _has_paper(program: Program, strategy: Any) -> bool:
+def _why_no_paper(program: Program, strategy: Any) -> str:
     added = any(isinstance(event, events.AddGroup) for event in program.events)
     has_empty = any(0 in layer.shape for layer in program.layers)
     if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
-        return False  # the paper's fragments are those of the beginning, and all have elements
+        return "the paper's fragments are those of the beginning, and all have elements"
     freezes = any(isinstance(event, events.SetFrozen) for event in program.events)
     if freezes and isinstance(strategy, mpisgd.Gossip):
-        return False  # what was frozen is not mixed, and updated all the same while it has a gradient
+        return "what was frozen is not mixed, and updated all the same while it has a gradient"
     closures = any(getattr(event, "closure", ()) for event in program.events)
     warms_up = getattr(strategy, "warmup_steps", 0)
     looks = closures or any(isinstance(event, events.Clip) for event in program.events)
     if warms_up and (program.scaler or looks):
-        return False  # something looks at gradients that are reduced by then
+        return "something looks at gradients that are reduced by then"
     try:
         paper_among(program, program.ranks)
-    except mpisgd.InvalidArgument:
-        return False
-    return True
+    except mpisgd.InvalidArgument as exc:
+        return str(exc).partition(" [mpisgd:")[0]
+    return ""
 
 
 def _reduces_once(program: Program) -> bool:

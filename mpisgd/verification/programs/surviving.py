@@ -220,11 +220,12 @@ class _ByPaper(ByPaper):
         for _, training in self._here:
             training.weight = 1.0 if self._program.optimizers[0].sums else len(left)
             training.shrink(training.ranks)
-        before, steps = self._run, self._run.steps
+        before = self._runs
         self._begin()
-        if len(left) > 1 or self._is_local:  # else nothing is compressed
-            self._run.state = _of(before.state, places, self._run.state)
-        self._run.steps = steps
+        for run, former in zip(self._runs, before, strict=True):
+            if len(left) > 1 or self._is_local:  # else nothing is compressed
+                run.state = _of(former.state, places, run.state)
+            run.steps = former.steps
 
 
 def _of(state: Any, places: Sequence[int], fresh: Any) -> Any:

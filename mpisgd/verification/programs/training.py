@@ -140,9 +140,10 @@ class Training:
         if loss is not None:
             torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
 
-    def step(self, event: events.Step) -> None:
-        """Update the parameters."""
-        for optimizer in self.optimizers:
+    def step(self, event: events.Step, places: Sequence[int] | None = None) -> None:
+        """Update the parameters of these optimizers; None: of all."""
+        for place in range(len(self.optimizers)) if places is None else places:
+            optimizer = self.optimizers[place]
             if self.scaler is not None:
                 self.scaler.step(optimizer)
             elif event.closure:

@@ -9,7 +9,7 @@ from mpisgd.verification.programs.compare import Outcome, Verdict, judge, observ
 from mpisgd.verification.programs.contract import may_be_refused
 from mpisgd.verification.programs.execute import Run, execute, has_reference, references_of
 from mpisgd.verification.programs.program import Program
-from mpisgd.verification.programs.variants import ranks_agree, variants
+from mpisgd.verification.programs.variants import all_at_once, ranks_agree
 from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["conclude", "references_or_none", "see", "try_out"]
@@ -42,16 +42,14 @@ def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
 
 
 def see(program: Program, reference: Run | None, sabotage: Sabotage = Sabotage.NONE) -> Outcome:
-    """Run a program and, where that says more, its variants; return what this rank has seen. Collective.
+    """Run a program and, where that says more, once more in other words; return what this rank has seen.
 
-    Without a reference the variants are all there is to compare with.
+    Collective. Without a reference this is all there is to compare with.
     """
     run = execute(program, sabotage)
     others: list[tuple[str, Run]] = []
     says_more = reference is None or program.seed % VARIANTS_EVERY == 0
     if run.failure is None and program.events and says_more and sabotage is Sabotage.NONE:
-        for name, variant in variants(program):
-            others.append((name, execute(variant)))
-            if others[-1][1].failure is not None:
-                break
+        name, variant = all_at_once(program)
+        others.append((name, execute(variant)))
     return observe(program, run, reference, others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from mpisgd.verification.programs.contract import sends_in_backward
@@ -19,7 +19,7 @@ from mpisgd.verification.programs.program import (
     ZeroGrad,
 )
 
-__all__ = ["ranks_agree", "same_bits", "variants"]
+__all__ = ["all_at_once", "ranks_agree", "same_bits", "variants"]
 
 # Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value differs.
 # It does the same to all state of parameters that were converted before.
@@ -56,21 +56,38 @@ def same_bits(program: Program) -> bool:
 
 def variants(program: Program) -> Iterator[tuple[str, Program]]:
     """Yield programs that must end alike, each with a word for what was changed; see `same_bits`."""
-    yield "repeated", program
+    for name, change in _changes(program):
+        yield name, change(program)
+
+
+def all_at_once(program: Program) -> tuple[str, Program]:
+    """Return the program with all changes together: one run shows what any of them would."""
+    names, changed = list[str](), program
+    for name, change in _changes(program):
+        names.append(name)
+        changed = change(changed)
+    return ", ".join(names), changed
+
+
+def _changes(program: Program) -> Iterator[tuple[str, Callable[[Program], Program]]]:
     reloads = [event for event in program.events if isinstance(event, Reload)]
     casts = any(isinstance(event, Convert) for event in program.events)
     casts |= any(optimizer.name in CAST_STATE for optimizer in program.optimizers)
     if not casts and any(not event.ranks for event in reloads) and not _keeps_what_failed(program):
-        yield "not interrupted", replace(program, events=tuple(_without_reloads(program)))
+        yield "not interrupted", lambda p: replace(p, events=tuple(_without_reloads(p)))
     if any(event.ranks and not event.forgets for event in reloads):
-        yield "forgotten", replace(program, events=tuple(_forgetting(program)))
-    renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
-    yield "renamed", replace(program, optimizers=tuple(renamed))
+        yield "forgotten", lambda p: replace(p, events=tuple(_forgetting(p)))
+    yield "renamed", _renamed
     by_place = any(
         name in o.option("compression") + o.option("op") for o in program.optimizers for name in BY_PLACE
     )
-    if (joined := _joined(program.events)) != program.events and program.exact and not by_place:
-        yield "joined", replace(program, events=joined)
+    if _joined(program.events) != program.events and program.exact and not by_place:
+        yield "joined", lambda p: replace(p, events=_joined(p.events))
+
+
+def _renamed(program: Program) -> Program:
+    renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
+    return replace(program, optimizers=tuple(renamed))
 
 
 def _keeps_what_failed(program: Program) -> bool:

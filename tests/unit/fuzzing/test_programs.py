@@ -28,7 +28,7 @@ from mpisgd.verification.programs.program import (
     parse,
 )
 from mpisgd.verification.programs.python_text import python_text
-from mpisgd.verification.programs.variants import same_bits, variants
+from mpisgd.verification.programs.variants import all_at_once, same_bits, variants
 
 SEEDS = range(200)
 ONE_LAYER = (Layer(),)
@@ -125,7 +125,10 @@ def test_variants_are_other_programs_that_say_the_same():
     found = dict(variants(resumed))
     assert found["joined"].events[0] == Backward((1, 2))
     assert not any(isinstance(event, Reload) for event in found["not interrupted"].events)
-    assert found["repeated"] == resumed
+    name, together = all_at_once(resumed)
+    assert name == "not interrupted, renamed, joined"
+    assert together.events == (Backward((1, 2)), Step(), ZeroGrad(), Backward((3,)), Step())
+    assert together.optimizers == found["renamed"].optimizers
 
 
 def test_the_verdict_is_that_of_all_ranks():
