@@ -143,27 +143,52 @@ def pairs_of(
     while left:
         number += 1
         pack = _grown(row, left, possible, number, divisions)
-        program, _ = program_of(row, pack, number, divisions)
-        covered = [pair for pair in _pairs(pack) if pair in left]
-        if len(pack) > 2 and program is not None:
-            covered = [pair for pair in covered if left[pair] == has_reference(program)]
-        for pair in covered:
-            del left[pair]
         tried = try_in(row, pack, number, run, divisions)
-        yield tried
-        if len(pack) > 2 and tried.kind != "ok":
-            for pair in covered:
-                yield try_in(row, [SITUATIONS[name] for name in pair], number, run, divisions)
+        parts = [tried] if tried.kind == "ok" else _shrunk(row, pack, tried, number, run, divisions)
+        yield from parts
+        for part in parts:
+            _cross_off(left, part)
+        if parts[-1].kind != "ok":
+            possible -= {*itertools.combinations(parts[-1].situations, 2)}  # other packs go without it
+
+
+def _cross_off(left: dict[Pair, bool], tried: Tried) -> None:
+    """Take the pairs away that a program had; where it failed, also those that it could not compare."""
+    for pair in itertools.combinations(tried.situations, 2):
+        if pair in left and (tried.kind != "ok" or tried.has_reference or not left[pair]):
+            del left[pair]
+
+
+def _shrunk(
+    row: Row, pack: Sequence[Situation], failed: Tried, number: int, run: Run, divisions: Sequence[Division]
+) -> list[Tried]:
+    """Try less of a pack that failed; return what ends well, and last the least that fails.
+
+    Args:
+        row: the method.
+        pack: what failed.
+        failed: how.
+        number: see `alone_in`.
+        run: see there.
+        divisions: see there.
+    """
+    well = []
+    for situation in pack:
+        fewer = [SITUATIONS[name] for name in failed.situations if name != situation.name]
+        if len(fewer) < 2:
+            break
+        tried = try_in(row, fewer, number, run, divisions)
+        if tried.kind == failed.kind:
+            failed = tried
+        elif tried.kind == "ok":
+            well.append(tried)
+    return [*well, failed]
 
 
 def _asks(row: Row, situation: Situation) -> bool:
     """Return whether optimizers might be refused by what a situation asks them for."""
     plain, changed = row.program((), DIVISIONS[0]), row.program([situation], DIVISIONS[0])
     return plain is not None and changed is not None and _asked(plain) != _asked(changed)
-
-
-def _pairs(pack: Sequence[Situation]) -> list[Pair]:
-    return list(itertools.combinations([each.name for each in pack], 2))
 
 
 def _grown(

@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import mpisgd
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.verification.covering import alone_in, packed, pairs_of
+from mpisgd.verification.known_results import KnownResults, OutOfTime
 from mpisgd.verification.matrix_report import draw_matrix, outcomes, text_of_matrix
 from mpisgd.verification.method_matrix import DIVISIONS, Row, Tried, row_of, rows
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.contract import violation
 from mpisgd.verification.programs.program import Clip, Optimizer, Reload, Step, parse
 from mpisgd.verification.programs.threads_backend import ThreadsBackend
-from mpisgd.verification.run_matrix import run_matrix, summary_of_matrix
+from mpisgd.verification.run_matrix import Matrix, Results, run_matrix, summary_of_matrix
 from mpisgd.verification.sabotage import Sabotage
 from mpisgd.verification.situations import SITUATIONS, compose, plain_program
 
@@ -61,6 +63,41 @@ def test_pairs_cover_all_that_are_allowed():
     allowed = [each.situations[0] for each in singles if each.kind == "ok" and each.situations]
     assert covered >= {*itertools.combinations(allowed, 2)}
     assert len(tried) < 0.4 * len(covered), "several pairs share a program"
+
+
+def test_a_pair_that_is_refused_is_found_and_others_come_without_it():
+    refused = {"clipped", "resumed"}
+
+    def refuses(program):
+        kinds = {type(event) for event in program.events}
+        return Verdict("refused" if {Clip, Reload} <= kinds else "ok")
+
+    singles = list(alone_in(SYNCHRONOUS, 0, fine))
+    tried = list(pairs_of(SYNCHRONOUS, singles, 0, refuses))
+    assert all(len(each.situations) == 2 for each in tried if each.kind == "refused")
+    assert refused in [{*each.situations} for each in tried if each.kind == "refused"]
+    covered = {pair for each in tried for pair in itertools.combinations(each.situations, 2)}
+    allowed = [each.situations[0] for each in singles if each.kind == "ok" and each.situations]
+    assert covered >= {*itertools.combinations(allowed, 2)}
+
+
+def test_what_a_program_was_is_known_to_the_next_run(tmp_path):
+    path, program = tmp_path / "verify.jsonl", PLAIN
+    KnownResults(path).run(program, lambda program: Verdict("refused", "so it is"))
+    path.write_text(path.read_text() + '["cut o')
+    after = KnownResults(path, ends_at_s=1.0)
+    assert after.run(program, lambda program: Verdict("ok")).text == "so it is"
+    with pytest.raises(OutOfTime):
+        after.run(replace(program, seed=1), lambda program: Verdict("ok"))
+    KnownResults(path).run(replace(program, seed=1), lambda program: Verdict("ok"))
+    assert len(KnownResults(path)) == 3, "with the line that was cut off"
+
+
+def test_a_run_that_is_out_of_time_says_so_and_goes_on(tmp_path):
+    rows_tried = [SYNCHRONOUS]
+    results = Results(tmp_path / "verify.jsonl", ends_at_s=1.0)
+    stopped = run_matrix(rows_tried, lambda done, total: None, results=results)
+    assert stopped == Matrix([], [SYNCHRONOUS.name])
 
 
 def test_each_situation_comes_once_in_the_quick_form():
