@@ -4,10 +4,13 @@ What the ranks save is the second half of an all-reduce, which would bring the r
 (n - 1)/n of the optimizer's work and memory.
 """
 
+import weakref
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.fusion_buffer import layout_of, window
@@ -17,6 +20,8 @@ from mpisgd.sharding.division import Item, PieceRange, lay_out
 from mpisgd.transport.ipc.segment import PAGE
 
 __all__ = ["SharedParameters", "check_shareable"]
+
+_moved_by: Any = WeakIdKeyDictionary()  # by parameter: who has put it where it lies now, weakly
 
 
 class SharedParameters(DividedParameters):
@@ -91,7 +96,24 @@ class SharedParameters(DividedParameters):
         self.barrier("in place")
         for param, tensor in zip(params, shared, strict=bool(shared)):
             param.data = tensor
+        for param in params:
+            _moved_by[param] = weakref.ref(self)
         return Memory(items, segments[0] if segments else None)
+
+    def check_in_place(self) -> None:
+        """See `DividedParameters`.
+
+        On a rank that is alone on its host nothing was moved; what others have moved must be an error there,
+        too.
+        """
+        for name, param in self._named if self._shares else ():
+            if _moved_by[param]() is not self:
+                raise InvalidArgument(
+                    f"DistributedOptimizer: {name} is shared by the ranks of a host, and another optimizer "
+                    "was made for it since, which has moved it; parameters that ranks share have one "
+                    "optimizer: give each parameters of its own, or go on with the last one alone"
+                )
+        super().check_in_place()
 
 
 def check_shareable(named: Named) -> None:

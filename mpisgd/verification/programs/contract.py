@@ -105,8 +105,9 @@ def _impossible(program: Program) -> str:
     if "LBFGS" in names and any(layer.transposed for layer in program.layers):
         return "LBFGS views gradients as flat"
     layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
-    if len({*layers}) < len(layers) and "ParameterServer" in program.optimizers[0].option("strategy"):
-        return "parameters of servers have one optimizer"
+    strategy = program.optimizers[0].option("strategy")
+    if len({*layers}) < len(layers) and any(mode in strategy for mode in ("async", "ssp")):
+        return "parameters of servers at which nobody waits have one optimizer"
     if names & {*ONE_BIT} and program.optimizers[0].options:
         return "1-bit optimizers are not wrapped"
     if names & {*ONE_BIT} and program.is_resized and 100 not in dict(program.optimizers[0].settings).values():

@@ -118,6 +118,18 @@ def test_a_program_that_is_wrong_is_tried_again_in_parts():
     assert wrong == {("clipped",), ("clipped by torch",), ("clipped by value",)}
 
 
+@pytest.mark.parametrize("division", [each for each in DIVISIONS if each[0] > 1])
+@pytest.mark.parametrize("option", [("share_parameters", "True"), ("strategy", "mpisgd.ParameterServer()")])
+def test_a_second_optimizer_of_shared_parameters_is_one_error_on_all_ranks(option, division):
+    """On 2 + 1 ranks the first two raised, and the third, alone on its host, waited for them."""
+    row = Row("shared", Optimizer("SGD", (("lr", 0.25),), (), (option,)), exact=True)
+    verdict = ThreadsBackend().run(row.program([SITUATIONS["two optimizers of the same"]], division))
+    assert verdict.kind == "refused", verdict
+    assert "ranks" in verdict.text
+    beside = ThreadsBackend().run(row.program([SITUATIONS["resumed beside the former"]], division))
+    assert beside.kind == "ok", beside
+
+
 def test_all_methods_have_a_row():
     names = [row.name for row in rows()]
     assert len({*names}) == len(names)
