@@ -79,6 +79,10 @@ def verify(
     ] = False,
     json_file: Json = None,
     plot_file: Picture = None,
+    html_file: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="PATH", help="Write methods x situations here, as a table to filter."),
+    ] = None,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for each job.")] = 600.0,
     cells: Annotated[Path | None, typer.Option(hidden=True)] = None,
     losing: Annotated[str, typer.Option(hidden=True)] = "",
@@ -122,7 +126,7 @@ def verify(
     else:
         found = _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
     if cells is None and (not here or mpisgd.rank() == 0):
-        _finish(found, tried.found, json_file, plot_file)
+        _finish(found, tried.found, json_file, plot_file, html_file)
         if refusals:
             typer.echo(text_of_matrix(tried.found), nl=False)
         if tried.unfinished:
@@ -231,11 +235,16 @@ def _live(found: "Sequence[Cell]") -> "Iterator[Callable[..., None]]":
 
 
 def _finish(
-    found: "Sequence[Cell]", tried: "Sequence[Tried]", json_file: Path | None, plot_file: Path | None
+    found: "Sequence[Cell]",
+    tried: "Sequence[Tried]",
+    json_file: Path | None,
+    plot_file: Path | None,
+    html_file: Path | None,
 ) -> None:
     """Print the table and what is wrong; write the files."""
     from rich.console import Console
 
+    from mpisgd.verification.matrix_page import write_page
     from mpisgd.verification.matrix_report import draw_matrix
     from mpisgd.verification.report import draw, summary_of, table_of
     from mpisgd.verification.run_matrix import summary_of_matrix
@@ -253,5 +262,7 @@ def _finish(
             draw(found, plot_file)
         if plot_file is not None and tried:
             draw_matrix(tried, plot_file.with_stem(f"{plot_file.stem}-methods"))
+        if html_file is not None and tried:
+            write_page(tried, html_file)
     except OSError as exc:
         raise mpisgd.JobError(f"cannot write {exc.filename}: {exc.strerror}") from exc

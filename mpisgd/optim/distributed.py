@@ -373,6 +373,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._window.move_to(self._synchronizer.gradients, members, self._owner)
         self.spans_job = group is None
         self._has_started = False
+        for told in ("grad_scale", "found_inf"):  # by a GradScaler, which takes it away after a step alone
+            vars(self).pop(told, None)
         super().zero_grad(set_to_none=True)
 
     @contextlib.contextmanager

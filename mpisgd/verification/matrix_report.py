@@ -9,7 +9,7 @@ from pathlib import Path
 from mpisgd.verification.method_matrix import Tried
 from mpisgd.verification.situations import SITUATIONS
 
-__all__ = ["draw_matrix", "kind_of", "outcomes", "text_of_matrix"]
+__all__ = ["LABELS", "ORDER", "PLAIN", "draw_matrix", "kind_of", "outcomes", "text_of_matrix", "word_of"]
 
 PLAIN = "plain"
 # From what says least to what says most of a place: one fault is more than any number of others.
@@ -35,15 +35,18 @@ def outcomes(found: Iterable[Tried]) -> dict[str, dict[str, str]]:
     """Return what became of each kind of method in each situation: a word of `ORDER`."""
     places: dict[str, dict[str, str]] = {}
     for tried in found:
-        word = tried.kind
-        if word == "ok":
-            word = "equal" if tried.has_reference else "alone"
-        elif tried.is_fault:
-            word = "wrong"
+        word = word_of(tried)
         row = places.setdefault(kind_of(tried.method), dict.fromkeys([PLAIN, *SITUATIONS], ""))
         for name in tried.situations or (PLAIN,):
             row[name] = max(row[name], word, key=ORDER.index)
     return places
+
+
+def word_of(tried: Tried) -> str:
+    """Return the word of `ORDER` for a program."""
+    if tried.kind == "ok":
+        return "equal" if tried.has_reference else "alone"
+    return "wrong" if tried.is_fault else tried.kind
 
 
 def text_of_matrix(found: Sequence[Tried]) -> str:
@@ -70,17 +73,18 @@ def draw_matrix(found: Sequence[Tried], path: Path) -> None:
 
     places = outcomes(found)
     columns = [PLAIN, *SITUATIONS]
-    values = [[ORDER.index(row[name]) for name in columns] for row in places.values()]
-    figure, axes = plt.subplots(figsize=(2.4 + 0.19 * len(columns), 2.6 + 0.19 * len(places)))
+    values = [[ORDER.index(row[name]) for row in places.values()] for name in columns]
+    # Situations are lines, which may be many: a page is narrow.
+    figure, axes = plt.subplots(figsize=(2.6 + 0.2 * len(places), 2.9 + 0.2 * len(columns)))
     axes.imshow(values, aspect="auto", cmap=ListedColormap(COLOURS), vmin=0, vmax=len(ORDER) - 1)
-    axes.set_xticks(range(len(columns)), columns, fontsize=8, rotation=90)
-    axes.set_yticks(range(len(places)), list(places), fontsize=8)
-    axes.set_xticks([place - 0.5 for place in range(1, len(columns))], minor=True)
-    axes.set_yticks([place - 0.5 for place in range(1, len(places))], minor=True)
+    axes.set_yticks(range(len(columns)), columns, fontsize=9)
+    axes.set_xticks(range(len(places)), list(places), fontsize=9, rotation=90)
+    axes.set_yticks([place - 0.5 for place in range(1, len(columns))], minor=True)
+    axes.set_xticks([place - 0.5 for place in range(1, len(places))], minor=True)
     axes.grid(which="minor", color="white", linewidth=1)
     axes.tick_params(which="both", length=0)
     patches = [Patch(facecolor=COLOURS[ORDER.index(word)], label=label) for word, label in LABELS.items()]
-    figure.legend(handles=patches, loc="lower left", ncols=2, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.legend(handles=patches, loc="lower left", ncols=2, fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -174,6 +174,11 @@ def _among_several(change: Change) -> Change:
     return lambda program: change(program) if program.ranks > 1 else None
 
 
+def _of_dense(change: Change) -> Change:
+    """Only where all gradients are dense: torch clips no others."""
+    return lambda p: None if any("sparse" in layer.kind for layer in p.layers) else change(p)
+
+
 # -- the changes that need more than one line ---------------------------------------------------------
 
 
@@ -349,9 +354,9 @@ def _table() -> dict[str, Situation]:
         ("gradients kept as zeros", "gradients", lambda p: _each(p, ZeroGrad, lambda z: (ZeroGrad(False),))),
         ("reset by the model", "gradients", lambda p: _each(p, ZeroGrad, lambda z: (ZeroGrad(True, True),))),
         ("synchronized", "gradients window", _before_steps(Synchronize())),
-        ("clipped", "gradients window", _clipped),
-        ("clipped by torch", "gradients", _clipped_by_torch),
-        ("clipped by value", "gradients", _before_steps(Clip(0.5, by_value=True))),
+        ("clipped", "gradients window", _of_dense(_clipped)),
+        ("clipped by torch", "gradients", _of_dense(_clipped_by_torch)),
+        ("clipped by value", "gradients", _of_dense(_before_steps(Clip(0.5, by_value=True)))),
         ("scaled, with an overflow", "gradients window", _scaled),
         ("a rank without a backward", "window gradients", _among_several(_backward(2, _skip_of_the_last))),
         # what happens once

@@ -13,6 +13,7 @@ import mpisgd
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.verification.covering import alone_in, packed, pairs_of
 from mpisgd.verification.known_results import KnownResults, OutOfTime
+from mpisgd.verification.matrix_page import write_page
 from mpisgd.verification.matrix_report import draw_matrix, outcomes, text_of_matrix
 from mpisgd.verification.method_matrix import DIVISIONS, Row, Tried, row_of, rows
 from mpisgd.verification.programs.compare import Verdict
@@ -130,6 +131,16 @@ def test_a_second_optimizer_of_shared_parameters_is_one_error_on_all_ranks(optio
     assert beside.kind == "ok", beside
 
 
+@pytest.mark.filterwarnings("ignore:.*failed and nobody waited:RuntimeWarning")
+@pytest.mark.parametrize("strategy", ["DiLoCo(sync_every=2)", "LocalSGD(sync_every=2)"])
+def test_a_scaler_goes_on_after_a_rank_was_lost_in_its_step(strategy):
+    """What it had told the optimizer for the step that failed was multiplied by the scale of the next one."""
+    row = next(row for row in rows() if row.name == strategy)
+    situations = [SITUATIONS["scaled, with an overflow"], SITUATIONS["a rank is lost"]]
+    verdict = ThreadsBackend().run(row.program(situations, (3, 0)))
+    assert verdict.kind == "ok", verdict
+
+
 def test_all_methods_have_a_row():
     names = [row.name for row in rows()]
     assert len({*names}) == len(names)
@@ -206,6 +217,10 @@ def test_the_worst_of_a_kind_in_a_situation_is_shown(tmp_path):
     assert places["TopK"]["resumed"] == "equal"
     assert places["LocalSGD with a compressor"]["plain"] == "alone"
     assert "LocalSGD: sum" in text_of_matrix(found)
+    write_page(found, tmp_path / "found.html")
+    page = (tmp_path / "found.html").read_text()
+    assert page.count("<tr>") == 1 + 4
+    assert "<td>TopK</td><td>clipped</td><td class='wrong'>wrong</td><td></td><td>off by 1</td>" in page
     draw_matrix(found, tmp_path / "found.png")
     assert (tmp_path / "found.png").stat().st_size > 1000
 
