@@ -55,6 +55,14 @@ def verify(
     minutes: Annotated[
         float, typer.Option(help="Stop trying methods in situations after so many minutes; 0: at the end.")
     ] = 0.0,
+    under_mpi: Annotated[
+        bool,
+        typer.Option(
+            "--confirm",
+            help="Only methods in situations, under mpirun on 2 and 3 ranks and on 2 hosts: the bits must be "
+            "those of threads.",
+        ),
+    ] = False,
     sabotage: Annotated[
         bool, typer.Option("--sabotage", help="Break every mode on purpose; each must be found.")
     ] = False,
@@ -113,8 +121,11 @@ def verify(
         tried, modes = _tried([row_of(method)], plan, everything, None), []
     else:
         named = [] if here else [row for row in rows() if only.lower() in row.name.lower()]
-        if quick and not only:
+        if (quick or under_mpi) and not only:
             named = list({kind_of(row.name): row for row in reversed(named)}.values())[::-1]
+        if under_mpi:
+            _confirm(named, launcher, cluster)
+            return
         kept = None if quick or sabotage else _kept(minutes, resume=resume)
         tried, modes = _tried(named, plan, everything, kept), plan.modes()
         if not tried.found and not modes:
@@ -137,6 +148,37 @@ def verify(
         raise typer.Exit(1)
 
 
+def _confirm(chosen: "Sequence[Row]", launcher: str, cluster: str) -> None:
+    """Try methods in situations under mpirun, and print what became of them."""
+    from mpisgd.bench.jobs import mpirun
+    from mpisgd.verification.confirm import confirm
+    from mpisgd.verification.hosts import checked, find_cluster
+    from mpisgd.verification.run_matrix import summary_of_matrix
+
+    hosts = find_cluster(cluster)
+    if obstacle := checked(hosts):
+        typer.echo(f"hosts are pretended: {obstacle}", err=True)
+        hosts = []
+    with _progress("methods under mpirun") as report:
+        found = confirm(chosen, report, launcher=mpirun(launcher), cluster=hosts)
+    for line in summary_of_matrix(found):
+        typer.echo(line)
+    if any(each.is_fault for each in found):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(text: str) -> "Iterator[Callable[[int, int], None]]":
+    """Yield what shows how far something is, on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
 def _kept(minutes: float, *, resume: bool) -> "Results":
     """Return where results are kept; those of before are deleted, unless this is to go on with them."""
     from mpisgd.verification.known_results import results_file
@@ -150,19 +192,14 @@ def _kept(minutes: float, *, resume: bool) -> "Results":
 
 def _tried(chosen: "Sequence[Row]", plan: "Plan", everything: bool, kept: "Results | None") -> "Matrix":
     """Try methods in situations, on ranks that are threads, and show how far that is."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from mpisgd.verification.run_matrix import Extent, Matrix, run_matrix
 
     if not chosen:
         return Matrix([], [])
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("methods x situations", total=None)
+    with _progress("methods x situations") as report:
         return run_matrix(
             chosen,
-            lambda done, total: progress.update(task, completed=done, total=total),
+            report,
             extent=Extent.QUICK if plan.quick else Extent.ALL if everything else Extent.PAIRS,
             sabotage=plan.sabotage,
             results=kept,

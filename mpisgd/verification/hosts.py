@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mpisgd
@@ -47,8 +47,13 @@ def checked(command: Sequence[str]) -> str:
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
 
 
-def on_hosts(command: Sequence[str], slots: Sequence[int], program: Sequence[str]) -> list[str]:
-    """Return the words that start a program with so many ranks on each host."""
-    forwarded = [word for name in sorted(os.environ) if name.startswith(FORWARDED) for word in ("-x", name)]
+def on_hosts(
+    command: Sequence[str],
+    slots: Sequence[int],
+    program: Sequence[str],
+    environment: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """Return the words that start a program with so many ranks on each host, with variables of ours."""
+    forwarded = [word for name in sorted(environment) if name.startswith(FORWARDED) for word in ("-x", name)]
     hosts = ",".join(map(str, slots))
     return [*command, "--hosts", hosts, f"--mpirun={shlex.join(forwarded)}", "--", *program]

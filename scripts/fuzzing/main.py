@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from fuzzing.both_backends import BothBackends
 from fuzzing.draw import draw
 from fuzzing.draw_losses import loses, with_losses
-from fuzzing.mpirun_backend import MpirunBackend
 from fuzzing.schedules import run_schedules
 from fuzzing.shrink import shrink
+from mpisgd.verification.programs.both_backends import BothBackends
 from mpisgd.verification.programs.compare import Verdict
+from mpisgd.verification.programs.mpirun_backend import MpirunBackend
 from mpisgd.verification.programs.program import Program, parse
 from mpisgd.verification.programs.python_text import python_text
 from mpisgd.verification.programs.threads_backend import ThreadsBackend

@@ -41,11 +41,11 @@ class ThreadsBackend:
     def run(self, program: Program, sabotage: Sabotage = Sabotage.NONE) -> Verdict:
         """Run a program on its ranks, broken on purpose or not, and return what became of it."""
         self._runs += 1
-        if self._runs % COLLECT_EVERY == 0:
-            gc.collect()
         # What a job tells its user, such as the spectral gap of a graph, tells whoever verifies nothing.
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if self._runs % COLLECT_EVERY == 0:
+                gc.collect()  # which may warn of what ranks that were lost have left
             try:
                 return self._with_losses(program) if program.loses else self._without(program, sabotage)
             except RankFailed as exc:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzzing.both_backends import compared
 from fuzzing.draw import draw
 from fuzzing.shrink import shrink
 
+from mpisgd.verification.programs.both_backends import compared
 from mpisgd.verification.programs.compare import Outcome, judge
 from mpisgd.verification.programs.contract import may_be_refused, violation
 from mpisgd.verification.programs.execute import Failure, has_reference, references_of, state_digest

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import TracebackType
 
+from mpisgd.verification.hosts import on_hosts
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.program import Program
+from mpisgd.verification.programs.try_losses import hosts_of
 
 __all__ = ["MpirunBackend"]
 
@@ -27,10 +30,19 @@ class MpirunBackend:
 
     Args:
         program_limit_s: after which a program hangs.
+        launcher: the words that start a job on this machine.
+        cluster: those that start one on emulated hosts; none: ranks of this host count as those of several.
     """
 
-    def __init__(self, program_limit_s: float = PROGRAM_LIMIT_S) -> None:
+    def __init__(
+        self,
+        program_limit_s: float = PROGRAM_LIMIT_S,
+        *,
+        launcher: Sequence[str] = ("mpirun", "--oversubscribe"),
+        cluster: Sequence[str] = (),
+    ) -> None:
         self._limit_s = program_limit_s
+        self._launcher, self._cluster = launcher, cluster
         self._job: _Job | None = None
 
     def __enter__(self) -> MpirunBackend:
@@ -45,7 +57,7 @@ class MpirunBackend:
         if self._job is not None and self._job.division != division:
             self.close()
         if self._job is None:
-            self._job = _Job(*division)
+            self._job = _Job(program, self._launcher, self._cluster)
         verdict = self._job.run(program, self._limit_s)
         if not verdict.is_healthy:
             self._job.kill()
@@ -66,24 +78,25 @@ class _Job:
         division: (how many ranks, how many of them count as those of one host).
     """
 
-    def __init__(self, ranks: int, ranks_per_host: int) -> None:
-        self.division = ranks, ranks_per_host
+    def __init__(self, program: Program, launcher: Sequence[str], cluster: Sequence[str]) -> None:
+        self.division = ranks, ranks_per_host = program.ranks, program.ranks_per_host
         self._folder = tempfile.TemporaryDirectory()
         address = str(Path(self._folder.name) / "socket")
         self._said = Path(self._folder.name) / "said"
-        words = ["mpirun", "-n", str(ranks), "--oversubscribe", sys.executable]
-        if ranks == 1:
-            words = [sys.executable]
-        words += ["-m", "fuzzing.mpirun_worker", address, str(OPERATION_LIMIT_S)]
-        scripts = Path(__file__).resolve().parents[1]
-        paths = [str(scripts), str(scripts.parent), os.environ.get("PYTHONPATH", "")]
+        worker = [sys.executable, "-m", "mpisgd.verification.programs.mpirun_worker"]
+        words = [*worker, address, str(OPERATION_LIMIT_S)]
+        paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "MPISGD_RANKS_PER_HOST": str(ranks_per_host),
             "MPISGD_PROFILE": "built-in",
             "OMP_NUM_THREADS": "1",
         }
+        if cluster and ranks_per_host:
+            words = on_hosts(cluster, [len(host) for host in hosts_of(program)], words, environment)
+        else:
+            environment["MPISGD_RANKS_PER_HOST"] = str(ranks_per_host)
+            words = [*launcher, "-n", str(ranks), *words] if ranks > 1 else words
         with Listener(address, "AF_UNIX") as listener, self._said.open("w") as said:
             self._process = subprocess.Popen(
                 words,

@@ -3,7 +3,7 @@
 Rank 0 takes programs from a socket and answers with verdicts. The ranks tell each other what they have
 seen over a communicator of their own: it must not depend on what is being tested.
 
-    python -m fuzzing.mpirun_worker SOCKET TIMEOUT_S
+    python -m mpisgd.verification.programs.mpirun_worker SOCKET TIMEOUT_S
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 
 import torch
 
@@ -41,7 +41,7 @@ def main() -> None:
     mpisgd.shutdown()
 
 
-def _received(connection: Client | None) -> str:
+def _received(connection: Connection | None) -> str:
     """Return the text of the next program, "" after the last one."""
     if connection is None:
         return ""
