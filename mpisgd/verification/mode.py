@@ -9,12 +9,16 @@ from torch import Tensor
 from mpisgd.verification.problem import Problem, standard_problem, turned
 from mpisgd.verification.trainee import Trainee
 
-__all__ = ["JOINED", "TURNED", "Mode", "Reference", "between_orders", "flaw_of"]
+__all__ = ["JOINED", "RANDOM", "TURNED", "Mode", "Reference", "between_orders", "flaw_of"]
 
 FACTOR = 50.0  # of the drift that another order of the same additions makes
 JOINED = "examples added up from the last to the first"
 TURNED = "examples of each rank added up from the last to the first"
 UNITS = 16.0  # of the last place of the largest number, at least
+RANDOM = (
+    "something in model or loss is random, as dropout is; switch it off by model.eval(), or seed it alike in "
+    "the loss"
+)
 SHARE = 0.01  # of what a step moves, at most: else a step without communication could pass
 
 
@@ -73,7 +77,7 @@ def flaw_of(expected: Tensor, again: Tensor | None = None) -> str:
     if again is not None and not torch.equal(expected, again):
         return (
             f"done twice it gave parameters that are {float((expected - again).abs().max()):.1e} apart: "
-            "something in model or loss is random, as dropout is; switch it off or seed it in the loss"
+            f"{RANDOM}"
         )
     return ""
 

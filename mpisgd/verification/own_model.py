@@ -15,7 +15,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.verification.cell import CANNOT_TELL, Comparison, compare, flaw_anywhere
 from mpisgd.verification.first_module import Place, Recording, locate, record, record_step
-from mpisgd.verification.mode import JOINED, TURNED, Reference, between_orders
+from mpisgd.verification.mode import JOINED, RANDOM, TURNED, Reference, between_orders
 from mpisgd.verification.papers import paper_of
 from mpisgd.verification.problem import Batch, Loss, Problem, flat_parameters
 from mpisgd.verification.trainee import Trainee
@@ -124,6 +124,8 @@ def verify(
     start = flat_parameters(problem.model())
     mine = _trained(problem, make_optimizer, strategy, options)
     found = compare(mine, reference, start)
+    if found.undecided and _is_random(problem):
+        raise InvalidArgument(f"verify: the loss of the same examples is another one each time: {RANDOM}")
     parameter = _most_different(problem, mine, reference, found.step)
     undecided = f"from step {found.step} on, most in {parameter}: {_too_large(found)}" * found.undecided
     if not undecided and not _would_notice_silence(problem, make_optimizer, reference, start):
@@ -209,6 +211,20 @@ def _would_notice_silence(
     shares = [problem.share(step, mpisgd.rank()) for step in range(problem.steps)]
     alone = joined_batch(problem._replace(batches=shares), make_optimizer)
     return compare(alone, reference, start).step >= 0
+
+
+def _is_random(problem: Problem) -> bool:
+    """Return whether a loss, computed twice, differs on some rank. Collective.
+
+    Where `make_model` sets the seed, a training with dropout repeats itself. One process still draws other
+    numbers for the examples of a rank than that rank does.
+    """
+    model, batch = problem.model(), problem.share(0, mpisgd.rank())
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        losses = [problem.loss(model, batch) for _ in range(2)]
+    found = [False] * mpisgd.size()
+    mpisgd.all_gather_object(found, not torch.equal(*losses))
+    return any(found)
 
 
 def _as_on_rank_0(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -6,6 +6,7 @@ Each rank compares its run with the reference and with the variants of the progr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["Outcome", "Verdict", "judge", "observe"]
 DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9, "LBFGS": 1e-7}
 OTHER_DRIFT = 1e-9
 SINGLE_DRIFT = 1e-5  # where the loss has parts in float32, which has 29 bits less
+SHARE = 0.01  # of what a step moves: else one without communication might pass
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
 
 
@@ -86,19 +88,27 @@ def observe(
     bits = tuple((event, digest(params)) for event, params in run.params.items())
     state_bits = state_digest(run.states) if run.failure is None else ""
     if reference is None:
-        return Outcome(bits, state_bits, "", _differing(program, run, variants), run.failure)
+        return Outcome(bits, state_bits, _not_finite(run), _differing(program, run, variants), run.failure)
     wrong = difference(program, run, reference) if reference.failure is None else ""
     return Outcome(
         bits, state_bits, wrong, _differing(program, run, variants), run.failure, reference.failure
     )
 
 
+def _not_finite(run: Run) -> str:
+    """Return where parameters are not finite, "" if nowhere: two trainings that end so say nothing."""
+    for event, params in run.params.items():
+        if not all(bool(param.isfinite().all()) for param in params):
+            return f"after event {event}: not finite, so that nothing can be compared"
+    return ""
+
+
 def difference(program: Program, run: Run, reference: Run) -> str:
     """Return where a run is not what it should be, "" if nowhere."""
-    allowed = drift(program)
+    allowed, limits = drift(program), _limits(reference)
     for event, params in run.params.items():
         for place, (mine, right) in enumerate(zip(params, reference.params[event], strict=True)):
-            if off := _off(mine, right, allowed):
+            if off := _off(mine, right, allowed, limits[event]):
                 what = program.events[event] if event >= 0 else "the beginning"
                 return f"after event {event}, {what}: layer {place} {off}"
     if run.failure is not None or not run.states or any(o.name in ONE_BIT for o in program.optimizers):
@@ -107,6 +117,20 @@ def difference(program: Program, run: Run, reference: Run) -> str:
         if off := _state_off(state["state"], other["state"], allowed):
             return f"at the end: the state of optimizer {number}, {off}"
     return ""
+
+
+def _limits(reference: Run) -> dict[int, float]:
+    """Return what no event may be off by, whatever the drift: a hundredth of what it moved.
+
+    Where it moved nothing that is what the last one allows that did.
+    """
+    limits, before, last = dict[int, float](), list[Tensor](), math.inf
+    for event, params in reference.params.items():
+        pairs = [pair for pair in zip(before, params, strict=bool(before)) if pair[0].numel()]
+        moved = max((float((one.double() - other.double()).abs().max()) for one, other in pairs), default=0.0)
+        last = SHARE * moved if moved else last
+        limits[event], before = last, params
+    return limits
 
 
 def drift(program: Program) -> float:
@@ -137,7 +161,7 @@ def _tensors(entry: Any) -> list[Tensor]:
     return [torch.zeros(0) if entry is None else torch.as_tensor(entry)]
 
 
-def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
+def _off(mine: Tensor, right: Tensor, allowed: float, most: float = math.inf) -> str:
     mine, right = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (mine, right))
     if mine.shape != right.shape:
         return f"has the shape {tuple(mine.shape)}, not {tuple(right.shape)}"
@@ -147,7 +171,7 @@ def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
         return ""
     mine, right = mine.double(), right.double()
     distance = (mine - right).abs()
-    limit = allowed * (1 + right.abs())
+    limit = (allowed * (1 + right.abs())).clamp(max=most)
     wrong = ~(distance <= limit)
     if not bool(wrong.any()):
         return ""

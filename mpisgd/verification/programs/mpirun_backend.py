@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import TracebackType
 
+from mpisgd.bench.jobs import job_environment
 from mpisgd.verification.hosts import on_hosts
 from mpisgd.verification.programs.compare import Verdict
 from mpisgd.verification.programs.program import Program
@@ -38,7 +39,7 @@ class MpirunBackend:
         self,
         program_limit_s: float = PROGRAM_LIMIT_S,
         *,
-        launcher: Sequence[str] = ("mpirun", "--oversubscribe"),
+        launcher: Sequence[str] = ("mpirun",),
         cluster: Sequence[str] = (),
     ) -> None:
         self._limit_s = program_limit_s
@@ -87,7 +88,7 @@ class _Job:
         words = [*worker, address, str(OPERATION_LIMIT_S)]
         paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
         environment = {
-            **os.environ,
+            **job_environment(ranks),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "MPISGD_PROFILE": "built-in",
             "OMP_NUM_THREADS": "1",
