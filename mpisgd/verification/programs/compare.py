@@ -27,6 +27,7 @@ DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9, "LBFGS": 1e-7}
 OTHER_DRIFT = 1e-9
 SINGLE_DRIFT = 1e-5  # where the loss has parts in float32, which has 29 bits less
 SHARE = 0.01  # of what a step moves: else one without communication might pass
+ROUNDING = 1e-12  # moves parameters so far at most
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
 
 
@@ -122,13 +123,14 @@ def difference(program: Program, run: Run, reference: Run) -> str:
 def _limits(reference: Run) -> dict[int, float]:
     """Return what no event may be off by, whatever the drift: a hundredth of what it moved.
 
-    Where it moved nothing that is what the last one allows that did.
+    Where it moved nothing, or as much as a mean of equal numbers does, that is what the last one allows that
+    did.
     """
     limits, before, last = dict[int, float](), list[Tensor](), math.inf
     for event, params in reference.params.items():
         pairs = [pair for pair in zip(before, params, strict=bool(before)) if pair[0].numel()]
         moved = max((float((one.double() - other.double()).abs().max()) for one, other in pairs), default=0.0)
-        last = SHARE * moved if moved else last
+        last = SHARE * moved if moved > ROUNDING else last
         limits[event], before = last, params
     return limits
 
