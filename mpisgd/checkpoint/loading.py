@@ -37,7 +37,7 @@ class Loaded(dict[str, Any]):
         ranks: the number of ranks that saved it.
     """
 
-    def __init__(self, path: Location, step: int, ranks: int, values: dict[str, Any]) -> None:
+    def __init__(self, path: Path | str, step: int, ranks: int, values: dict[str, Any]) -> None:
         super().__init__(values)
         self.path, self.step, self.ranks = path, step, ranks
 
@@ -45,7 +45,7 @@ class Loaded(dict[str, Any]):
         return f"Loaded({str(self.path)!r}, step={self.step}, ranks={self.ranks}, {super().__repr__()})"
 
 
-def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Location | None:
+def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Path | str | None:
     """Return the newest intact checkpoint of a folder, the same on every rank; None if there is none.
 
     Collective. The first rank reads it and compares the checksums. It skips damaged files and prints a line

@@ -4,6 +4,7 @@ import hashlib
 import operator
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -42,7 +43,7 @@ def save(
     mode: int | None = None,
     group: Group | None = None,
     **state: Any,
-) -> Location:
+) -> Path | str:
     """Write a checkpoint; when this returns, it is complete and on the disk.
 
     Collective: all ranks of `group` call it with the same step and the same names. The state is that of the

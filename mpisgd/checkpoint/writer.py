@@ -3,6 +3,7 @@
 import operator
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -107,7 +108,7 @@ class Writer:
             self._thread.start()
         return True
 
-    def wait(self) -> Location | None:
+    def wait(self) -> Path | str | None:
         """Wait until nothing is being written; return the newest file, None if there is none. Collective.
 
         Raises:
