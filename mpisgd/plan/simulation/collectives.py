@@ -1,17 +1,19 @@
 """What a collective takes on a cluster, in closed form: at any number of ranks.
 
-Messages of a round begin at the same time. The most loaded link on its way is what a message waits for:
+The most loaded link on its way is what a message waits for:
 
-    seconds(message) = latency + bytes of all messages on that link / its rate
+    seconds(message) = latency + bytes of the messages that come to that link with it or later / its rate
 
 A rank is done with a round when what it sends and receives has arrived and is added up, and then begins the
 next one; so ranks of a tree go on without those that are still busy elsewhere. A collective of n bytes takes
 the longest way through its rounds, which is a maximum of some alpha + beta n: few lines, found once.
 
 `by_message.simulate_messages` is the check of all this: it knows neither most loaded links nor longest ways.
+Where ranks come to a link in different rounds there is no such form: see `late_ranks`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,14 +21,15 @@ import numpy as np
 
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.network import Placement
+from mpisgd.plan.simulation.costs import Cost, Costs, upper_lines
+from mpisgd.plan.simulation.late_ranks import LateRanks, are_late
 from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
 from mpisgd.plan.simulation.roads import Roads, Way, messages_on_links, roads_of, sum_of, way_of
 
 __all__ = [
     "AUTO",
     "CANDIDATES",
-    "Cost",
-    "Costs",
     "check_algorithm",
     "cost_of",
     "cost_of_rounds",
@@ -40,32 +43,10 @@ Array = Any  # numpy's
 AUTO = "auto"
 # What `auto` takes of, as mpisgd does between hosts. On one host all of them are memory that ranks share.
 CANDIDATES = ("hierarchical", "ring", "halving_doubling")
-SAME = 1e-9  # lines as near to each other are one
 
 
-class Cost(NamedTuple):
-    """Something of n bytes takes alpha_s + beta_s_per_byte n seconds."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def seconds(self, nbytes: float) -> float:
-        """Return what `nbytes` take; nothing takes nothing."""
-        return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
-
-
-class Costs(NamedTuple):
-    """What a collective takes by its size: that of its lines which is most."""
-
-    lines: tuple[Cost, ...]
-
-    def at(self, nbytes: float) -> Cost:
-        """Return the line that counts for so many bytes."""
-        return max(self.lines, key=lambda line: line.alpha_s + line.beta_s_per_byte * nbytes)
-
-    def seconds(self, nbytes: float) -> float:
-        """Return what `nbytes` take; nothing takes nothing."""
-        return self.at(nbytes).seconds(nbytes)
+# How many times what is simulated the closed form can be, where ranks are late.
+OFF = 1.5
 
 
 def _rate(link: Link, each: Round) -> float:
@@ -100,13 +81,15 @@ class _Timing(NamedTuple):
         return [Cost(*line) for line in both.tolist()]
 
 
-def _timing(cluster: Cluster, each: Round, way: Way) -> _Timing:
+def _timing(cluster: Cluster, each: Round, way: Way, together: int = 1) -> _Timing:
+    """Return what the messages take, where so many ranks of a host send the same over its link."""
+
     def of_links(attribute: Callable[[Link], float]) -> Array:
         return np.where(way.is_far, attribute(cluster.between), attribute(cluster.within))
 
     alpha_s = way.hops * of_links(lambda link: link.latency_s)
-    alpha_s += way.sent[each.src] * of_links(lambda link: link.message_s)
-    beta_s = each.nbytes * way.busy / of_links(lambda link: _rate(link, each))
+    alpha_s += way.place * of_links(lambda link: link.message_s)
+    beta_s = each.nbytes * way.busy * together / of_links(lambda link: _rate(link, each))
     adding_s = way.received * (each.nbytes * _adding_s(cluster, each))
     is_single = bool((way.sent <= 1).all() and (way.received <= 1).all())
     is_equal = all(map(_are_equal, (alpha_s, beta_s, way.sent, way.received)))
@@ -124,14 +107,12 @@ def _adding_s(cluster: Cluster, each: Round) -> float:
 
 def round_seconds(cluster: Cluster, each: Round) -> Cost:
     """Return what a round takes, once, for each of its bytes: `nbytes` is what a message has of it."""
-    if not len(each.src):
-        return Cost(0.0, 0.0)
     timing = _timing(cluster, each, way_of(roads_of(cluster), each))
     return Cost(float(timing.alpha_s.max()), float(timing.beta_s.max() + timing.adding_s.max()))
 
 
 def _everyone_seconds(cluster: Cluster, each: Round) -> list[Cost]:
-    """Return lines of a round of everyone with everyone: of the messages that go so many hops or more.
+    """Return lines of a round of everyone with everyone on many hosts: of messages of so many hops or more.
 
     These begin to flow together, so a link that so many of them cross is busy from then on: with all of them
     when each rank has sent its first message, and with the last of each when it has sent all.
@@ -208,62 +189,64 @@ class _Clocks:
         return Cost(float(self._alpha[rank]), float(self._beta[rank]))
 
 
+# Of more hosts the messages of everyone to everyone are not listed.
+MOST_HOSTS = 512
+
+
 @lru_cache(maxsize=16)
-def _ways(roads: Roads, algorithm: str, collective: str) -> tuple[list[Round], list[Way]]:
-    """Return the rounds of a collective of one byte, and what each meets."""
-    rounds = collective_rounds(collective, algorithm, roads.place, 1.0)
-    known: dict[tuple[int, int], Way] = {}  # a round and the same backwards have their ranks in common
-    for each in rounds:
-        key = id(each.src), id(each.dst)
+def _met(roads: Roads, algorithm: str, collective: str) -> list[tuple[Round, Way | None]]:
+    """Return the rounds of a collective of one byte, and what their messages meet."""
+    known: dict[tuple[int, int, bool], tuple[Round, Way | None]] = {}
+    found = []
+    for each in collective_rounds(collective, algorithm, roads.place, 1.0):
+        key = id(each.src), id(each.dst), each.everyone  # a round and the same backwards have ranks in common
         if key not in known:
-            known[key] = way_of(roads, each)
-    return rounds, [known[id(each.src), id(each.dst)] for each in rounds]
+            known[key] = _listed(roads, each)
+        listed, way = known[key]
+        found.append((replace(each, src=listed.src, dst=listed.dst), way))
+    return found
+
+
+def _listed(roads: Roads, each: Round) -> tuple[Round, Way | None]:
+    """Return a round with its messages, and what they meet: of all hosts one rank, or of one host all."""
+    place = roads.place
+    if each.everyone:
+        place = Placement(place.hosts, 1)
+        if place.size > MOST_HOSTS:
+            return each, None
+    elif each.on_each_host:
+        place = Placement(1, place.ranks_per_host)
+    listed = each.listed(place)
+    return listed, way_of(replace(roads, place=place), listed)
 
 
 def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> Costs:
     """Return what rounds take one after the other, where they were made for one byte."""
     roads = roads_of(cluster)
-    return _longest(cluster, rounds, [way_of(roads, each) for each in rounds])
+    return _longest(cluster, [_listed(roads, each) for each in rounds])
 
 
-def _longest(cluster: Cluster, rounds: Sequence[Round], ways: Sequence[Way]) -> Costs:
-    timings = [
-        _everyone_seconds(cluster, each) if each.everyone else _timing(cluster, each, way)
-        for each, way in zip(rounds, ways, strict=True)
-    ]
+def _longest(cluster: Cluster, met: Sequence[tuple[Round, Way | None]]) -> Costs:
+    by_host = any(each.everyone for each, _ in met)  # all ranks of a host do the same
+    size, together = (cluster.hosts, cluster.ranks_per_host) if by_host else (cluster.size, 1)
+    timings: list[_Timing | list[Cost]] = []
+    for each, way in met:
+        if way is None:
+            timings.append(_everyone_seconds(cluster, each))
+            continue
+        timing = _timing(cluster, each, way, together if each.everyone else 1)
+        timings.append(timing.lines(each.dst) if by_host and not each.everyone else timing)
 
     def line_at(nbytes: float) -> Cost:
-        clocks = _Clocks(cluster.size, nbytes)
-        for each, timing in zip(rounds, timings, strict=True):
+        clocks = _Clocks(size, nbytes)
+        for (each, _), timing in zip(met, timings, strict=True):
             if isinstance(timing, _Timing):
                 clocks.go(each, timing)
             else:
                 clocks.together(timing, each.repeats)
         return clocks.last()
 
-    return _upper_lines(line_at)
-
-
-MOST_BYTES = 1e13
-
-
-def _upper_lines(line_at: Callable[[float], Cost]) -> Costs:
-    """Return the lines of a maximum of lines, each of which `line_at` gives where it counts.
-
-    Where two of them cross there may be a third above: it is asked for there, and so on.
-    """
-    found = {line_at(1e-9), line_at(MOST_BYTES)}
-    asked = [tuple(sorted(found))] if len(found) > 1 else []
-    while asked:
-        low, high = asked.pop()
-        bytes_at = (high.alpha_s - low.alpha_s) / max(1e-300, low.beta_s_per_byte - high.beta_s_per_byte)
-        if not 0.0 < bytes_at < MOST_BYTES:
-            continue
-        line = line_at(bytes_at)
-        if line.seconds(bytes_at) > low.seconds(bytes_at) * (1 + SAME):
-            found.add(line)
-            asked += [(low, line), (line, high)]
-    return Costs(tuple(sorted(found)))
+    return upper_lines(line_at)
 
 
 # -- collectives ---------------------------------------------------------------------------------------
@@ -274,10 +257,16 @@ def rounds_of(cluster: Cluster, algorithm: str, nbytes: float, collective: str =
     return collective_rounds(collective, algorithm, cluster.placement, nbytes)
 
 
-@lru_cache(maxsize=1024)
-def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Costs:
+def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Costs | LateRanks:
     """Return what a collective takes by its size."""
-    return _longest(cluster, *_ways(roads_of(cluster), algorithm, collective))
+    form = form_of(cluster, algorithm, collective)
+    return LateRanks(cluster, algorithm, collective, form) if are_late(cluster, algorithm) else form
+
+
+@lru_cache(maxsize=1024)
+def form_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Costs:
+    """Return the same in closed form, wherever ranks are late."""
+    return _longest(cluster, _met(roads_of(cluster), algorithm, collective))
 
 
 def check_algorithm(name: str) -> None:
@@ -291,7 +280,10 @@ def fastest(cluster: Cluster, nbytes: float, algorithm: str = AUTO, collective: 
     if algorithm != AUTO:
         return algorithm
     names = CANDIDATES[:1] if cluster.hosts == 1 else CANDIDATES
-    return min(names, key=lambda name: cost_of(cluster, name, collective).seconds(nbytes))
+    forms = {name: form_of(cluster, name, collective).seconds(nbytes) for name in names}
+    most = OFF * min(forms.values())  # what is far behind need not be simulated
+    near = [name for name in names if forms[name] <= most]
+    return min(near, key=lambda name: cost_of(cluster, name, collective).seconds(nbytes))
 
 
 def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[float, float]]:
@@ -302,6 +294,7 @@ def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[flo
         if each.everyone:
             everyone += each.repeats * each.nbytes * cluster.ranks_per_host
             continue
+        each = each.listed(cluster.placement)
         for level, on in messages_on_links(roads_of(cluster).loads(each)).items():
             found[level] = sum_of(found.get(level, np.zeros(0)), on * each.nbytes * each.repeats)
     carried = {level: (float(per.max()), float(per.sum())) for level, per in found.items() if per.any()}

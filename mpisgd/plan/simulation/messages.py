@@ -37,6 +37,7 @@ class Round:
         combines: whether what arrives is added to what is there.
         everyone: instead of `src` and `dst`, each rank sends to the ranks of the same place on all other
             hosts; where hosts are many, pairs are too many to list.
+        on_each_host: `src` and `dst` are of the first host, and the ranks of all others do the same.
         in_frames: whether messages travel as small ones, which cross each other without taking turns, or are
             read from shared memory.
     """
@@ -47,7 +48,22 @@ class Round:
     repeats: int = 1
     combines: bool = False
     everyone: bool = False
+    on_each_host: bool = False
     in_frames: bool = False
+
+    def listed(self, place: Placement) -> "Round":
+        """Return the round with all its messages in `src` and `dst`, in the order in which ranks send."""
+        if self.everyone:
+            ranks = np.arange(place.size)[:, None]
+            # Each begins with the next one, so that not all send to the same first.
+            dst = (ranks + place.ranks_per_host * np.arange(1, place.hosts)) % place.size
+            src = np.broadcast_to(ranks, dst.shape)
+        elif self.on_each_host:
+            first = np.arange(place.hosts)[:, None] * place.ranks_per_host
+            src, dst = first + self.src, first + self.dst
+        else:
+            return self
+        return replace(self, src=src.ravel(), dst=dst.ravel(), everyone=False, on_each_host=False)
 
 
 NOBODY = np.empty(0, np.int64)
@@ -108,10 +124,7 @@ def node(place: Placement, nbytes: float) -> list[Round]:
     k = place.ranks_per_host
     if k == 1:
         return []
-    src, dst = _all_pairs(k)
-    hosts = np.arange(place.hosts)[:, None] * k
-    both = ((hosts + src).ravel(), (hosts + dst).ravel())
-    return [replace(each, in_frames=True) for each in _direct(both, nbytes / k)]
+    return [replace(each, on_each_host=True, in_frames=True) for each in _direct(_all_pairs(k), nbytes / k)]
 
 
 def _direct(pairs: tuple[Array, Array], nbytes: float) -> list[Round]:

@@ -1,6 +1,7 @@
 """Which links the messages of a round cross, and how many of them each link carries: loads added per link.
 
-Rates count nothing here, so what was found serves for any of them.
+Rates count nothing here, so what was found serves for any of them. Of latencies only those of a network count
+beside each other: which message comes to a link later than another.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpisgd.plan.cluster import Cluster
+from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.network import Network, Placement
 from mpisgd.plan.simulation.messages import Round
 
@@ -36,11 +37,21 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Roads:
-    """Where messages go, whatever the rates are."""
+    """Where messages go, whatever the rates are.
+
+    Attributes:
+        network: of the hosts.
+        place: of the ranks.
+        within_is_shared: as of `Cluster`.
+        between: what a hop and a message of its sender take, in units of the larger one.
+        within: the same on a host.
+    """
 
     network: Network
     place: Placement
     within_is_shared: bool
+    between: tuple[float, float] = (1.0, 0.0)
+    within: tuple[float, float] = (1.0, 0.0)
 
     def hosts_of(self, each: Round) -> tuple[Array, Array]:
         """Return [m] the hosts that send, and those that receive."""
@@ -61,7 +72,13 @@ class Roads:
 
 def roads_of(cluster: Cluster) -> Roads:
     """Return where messages go on a cluster."""
-    return Roads(cluster.network, cluster.placement, cluster.within_is_shared)
+    units = (_unit_of(link) for link in (cluster.between, cluster.within))
+    return Roads(cluster.network, cluster.placement, cluster.within_is_shared, *units)
+
+
+def _unit_of(link: Link) -> tuple[float, float]:
+    larger = max(link.latency_s, link.message_s) or 1.0
+    return link.latency_s / larger, link.message_s / larger
 
 
 def messages_on_links(loads: Iterable[Load]) -> dict[str, Array]:
@@ -88,6 +105,7 @@ class Way(NamedTuple):
     Attributes:
         is_far: [m] whether a message leaves its host.
         hops: [m] links' latencies on its way.
+        place: [m] which one of its sender's messages it is; the first is 1.
         busy: [m] the messages on the most loaded link of its way, over the width of that.
         sent: [ranks] messages of each rank.
         received: [ranks] that it gets.
@@ -95,30 +113,46 @@ class Way(NamedTuple):
 
     is_far: Array
     hops: Array
+    place: Array
     busy: Array
     sent: Array
     received: Array
 
 
 def way_of(roads: Roads, each: Round) -> Way:
-    """Return what the messages of a round meet."""
+    """Return what the messages of a round meet, which has all of them listed."""
     src, dst = roads.hosts_of(each)
-    hops = np.where(src != dst, roads.network.hops(src, dst), 1.0)
+    is_far = src != dst
+    hops = np.where(is_far, roads.network.hops(src, dst), 1.0)
     sent, received = (np.bincount(ranks, minlength=roads.place.size) for ranks in (each.src, each.dst))
-    return Way(src != dst, hops, _busy(list(roads.loads(each)), hops), sent, received)
+    place = _place_of(each.src) if len(sent) and sent.max() > 1 else np.ones(len(hops))
+    both = zip(roads.between, roads.within, strict=True)
+    hop, message = (np.where(is_far, far, near) for far, near in both)
+    busy = _busy(list(roads.loads(each)), hops * hop + place * message)
+    return Way(is_far, hops, place, busy, sent, received)
 
 
-def _busy(loads: Sequence[Load], hops: Array) -> Array:
+def _place_of(src: Array) -> Array:
+    """Return [m] which one of its sender's messages each is, from 1 on."""
+    order = np.argsort(src, kind="stable")
+    begins = np.flatnonzero(np.diff(src[order], prepend=-1))
+    found = np.empty(len(src))
+    found[order] = np.arange(1, len(src) + 1) - np.repeat(begins, np.diff(np.append(begins, len(src))))
+    return found
+
+
+def _busy(loads: Sequence[Load], times: Array) -> Array:
     """Return [m] what the most loaded link on the way of each message has to carry from then on.
 
-    Messages that come to a link from far come later than others, which have begun to use it by then.
+    The last message of a link ends when all is carried that came with or after some message which found the
+    link idle. So each is given what came with it or later, and the longest of these is the link's.
     """
-    found = np.zeros(len(hops))
+    found = np.zeros(len(times))
     for level in {load.level for load in loads}:
         here = [load for load in loads if load.level == level]
         messages = np.concatenate([load.messages for load in here])
         if len(messages):
-            counts = _as_late(np.concatenate([load.links for load in here]), hops[messages])
+            counts = _as_late(np.concatenate([load.links for load in here]), times[messages])
             np.maximum.at(found, messages, counts / here[0].width)
     return found
 

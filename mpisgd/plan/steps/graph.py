@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.simulation.collectives import AUTO, Cost, cost_of, fastest, link_bytes, rounds_of
+from mpisgd.plan.simulation.collectives import AUTO, cost_of, fastest, link_bytes, rounds_of
+from mpisgd.plan.simulation.costs import Cost
 from mpisgd.plan.simulation.engine import Span, Task, simulate
 
 __all__ = ["COMMUNICATION", "COMPUTE", "StepGraph"]

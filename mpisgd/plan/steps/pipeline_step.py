@@ -13,13 +13,13 @@ from mpisgd.methods.cost_kit import ALL, Compute, Op, Send, Wait
 from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.collectives import (
-    Cost,
     cost_of,
     fastest,
     link_bytes,
     round_seconds,
     rounds_of,
 )
+from mpisgd.plan.simulation.costs import Cost
 from mpisgd.plan.simulation.engine import Task, simulate
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.layout import DividedModel, divide

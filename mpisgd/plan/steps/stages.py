@@ -15,7 +15,8 @@ from mpisgd.pipeline.balance import balance
 from mpisgd.pipeline.cost import StageSizes
 from mpisgd.plan.models.blocks import Block
 from mpisgd.plan.models.model import StepProfile
-from mpisgd.plan.simulation.collectives import AUTO, Cost, cost_of, fastest
+from mpisgd.plan.simulation.collectives import AUTO, cost_of, fastest
+from mpisgd.plan.simulation.costs import Cost
 from mpisgd.plan.steps.parallel import Grid, Parallel
 
 __all__ = ["PlannedStage", "stages_of"]

@@ -12,12 +12,12 @@ from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.network import FatTree, Placement, Switch, Torus
 from mpisgd.plan.simulation.by_message import simulate_messages
 from mpisgd.plan.simulation.collectives import (
-    Costs,
     cost_of,
     link_bytes,
     round_seconds,
     rounds_of,
 )
+from mpisgd.plan.simulation.costs import Costs
 from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
 
 ALPHA, RATE = 1e-5, 1e9
