@@ -179,19 +179,22 @@ class Torus(Network):
 
     def crossings(self, src: Array, dst: Array) -> Iterator[Crossing]:
         """See `Network`: the links of each dimension, forwards and backwards."""
-        here, steps = self._coordinates(src), self._steps(src, dst)
+        hosts, steps = src.copy(), self._steps(src, dst)
         for dim, length in enumerate(self.shape):
+            stride = math.prod(self.shape[dim + 1 :])
             for way in (1, -1):
                 left = np.maximum(0, way * steps[dim])
-                while left.any():
-                    moving = np.flatnonzero(left)
-                    links = np.ravel_multi_index(tuple(axis[moving] for axis in here), self.shape)
-                    yield Crossing(f"dimension {dim} {'+' if way > 0 else '-'}", 1.0, moving, links)
-                    here[dim][moving] = (here[dim][moving] + way) % length
+                moving = np.flatnonzero(left)
+                while len(moving):
+                    here = hosts[moving]
+                    yield Crossing(f"dimension {dim} {'+' if way > 0 else '-'}", 1.0, moving, here)
+                    at = here // stride % length
+                    hosts[moving] = here + ((at + way) % length - at) * stride
                     left[moving] -= 1
+                    moving = moving[left[moving] > 0]
 
     def _coordinates(self, hosts: Array) -> list[Array]:
-        return [axis.copy() for axis in np.unravel_index(hosts, self.shape)]
+        return list(np.unravel_index(hosts, self.shape))
 
     def _steps(self, src: Array, dst: Array) -> list[Array]:
         """Return how far to go in each dimension, backwards where that is shorter."""

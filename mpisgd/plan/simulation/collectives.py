@@ -24,12 +24,13 @@ from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.network import Placement
 from mpisgd.plan.simulation.costs import Cost, Costs, upper_lines
 from mpisgd.plan.simulation.late_ranks import LateRanks, are_late
-from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
-from mpisgd.plan.simulation.roads import Roads, Way, messages_on_links, roads_of, sum_of, way_of
+from mpisgd.plan.simulation.messages import ALL_REDUCE, HALVES, Round, collective_rounds
+from mpisgd.plan.simulation.roads import Roads, Way, roads_of, sum_of, way_of
 
 __all__ = [
     "AUTO",
     "CANDIDATES",
+    "busiest_bytes",
     "check_algorithm",
     "cost_of",
     "cost_of_rounds",
@@ -65,6 +66,7 @@ class _Timing(NamedTuple):
         adding_s: [ranks] what adding up takes then.
         is_single: whether no rank sends two messages, nor receives two.
         is_equal: whether all ranks have the same to do.
+        adds: whether adding up takes any time.
     """
 
     alpha_s: Array
@@ -72,13 +74,17 @@ class _Timing(NamedTuple):
     adding_s: Array
     is_single: bool
     is_equal: bool
+    adds: bool
 
     def lines(self, dst: Array) -> list[Cost]:
-        """Return what each of the messages takes to ranks `dst`."""
+        """Return what messages take to ranks `dst`: those of which no other one takes longer at any size."""
         if self.is_equal:
             return [Cost(float(self.alpha_s[0]), float(self.beta_s[0] + self.adding_s[0]))]
-        both = np.unique(np.column_stack((self.alpha_s, self.beta_s + self.adding_s[dst])), axis=0)
-        return [Cost(*line) for line in both.tolist()]
+        alpha_s, beta_s = self.alpha_s, self.beta_s + self.adding_s[dst]
+        order = np.lexsort((beta_s, alpha_s))[::-1]  # the longest latency first
+        most = np.maximum.accumulate(beta_s[order])
+        counts = order[np.append(True, most[1:] > most[:-1])]  # no other one has both longer
+        return [Cost(*line) for line in zip(alpha_s[counts].tolist(), beta_s[counts].tolist(), strict=True)]
 
 
 def _timing(cluster: Cluster, each: Round, way: Way, together: int = 1) -> _Timing:
@@ -93,7 +99,7 @@ def _timing(cluster: Cluster, each: Round, way: Way, together: int = 1) -> _Timi
     adding_s = way.received * (each.nbytes * _adding_s(cluster, each))
     is_single = bool((way.sent <= 1).all() and (way.received <= 1).all())
     is_equal = all(map(_are_equal, (alpha_s, beta_s, way.sent, way.received)))
-    return _Timing(alpha_s, beta_s, adding_s, is_single, is_equal)
+    return _Timing(alpha_s, beta_s, adding_s, is_single, is_equal, bool(adding_s.any()))
 
 
 def _are_equal(numbers: Array) -> bool:
@@ -133,10 +139,11 @@ def _everyone_seconds(cluster: Cluster, each: Round) -> list[Cost]:
 
 
 class _Clocks:
-    """When each rank is done, as alpha + beta n, for one n."""
+    """When each rank is done, as alpha + beta n, for one n; and in seconds."""
 
     def __init__(self, size: int, nbytes: float) -> None:
-        self._alpha, self._beta, self._nbytes = np.zeros(size), np.zeros(size), nbytes
+        self._alpha, self._beta, self._seconds = np.zeros(size), np.zeros(size), np.zeros(size)
+        self._nbytes = nbytes
         self._are_together = True  # whether all of them are the same
 
     def go(self, each: Round, timing: _Timing) -> None:
@@ -152,40 +159,35 @@ class _Clocks:
         last, line = self.last(), max(lines, key=lambda line: line.seconds(self._nbytes))
         self._alpha[:] = last.alpha_s + repeats * line.alpha_s
         self._beta[:] = last.beta_s_per_byte + repeats * line.beta_s_per_byte
+        self._seconds = self._alpha + self._beta * self._nbytes
         self._are_together = True
 
     def messages(self, each: Round, timing: _Timing) -> None:
         """Let every message go: its bytes flow when it is at its receiver's, and this one is ready."""
         src, dst, self._are_together = each.src, each.dst, False
-        left, ready = (
-            (self._alpha[src] + timing.alpha_s, self._beta[src]),
-            (self._alpha[dst], self._beta[dst]),
-        )
-        is_left = self._at(left) > self._at(ready)
-        alpha, beta = (np.where(is_left, *both) for both in zip(left, ready, strict=True))
-        ends = alpha, beta + timing.beta_s
+        is_left = self._seconds[src] + timing.alpha_s > self._seconds[dst]
+        alpha = np.where(is_left, self._alpha[src] + timing.alpha_s, self._alpha[dst])
+        beta = np.where(is_left, self._beta[src], self._beta[dst]) + timing.beta_s
+        seconds = alpha + beta * self._nbytes
+        # Both sides are busy until then, which is later than what they have done before.
         if timing.is_single:
-            self._later(src, *ends)
-            self._later(dst, *ends)
+            self._set(src, alpha, beta, seconds)
+            is_later = seconds > self._seconds[dst]
+            self._set(dst[is_later], alpha[is_later], beta[is_later], seconds[is_later])
         else:
-            order = np.argsort(self._at(ends), kind="stable")  # of several, the last one is kept
+            order = np.argsort(seconds, kind="stable")  # of several, the last one is kept
             sides = np.column_stack((src[order], dst[order])).ravel()
-            self._later(sides, *(np.repeat(end[order], 2) for end in ends))
-        self._beta += timing.adding_s
+            self._set(sides, *(np.repeat(end[order], 2) for end in (alpha, beta, seconds)))
+        if timing.adds:
+            self._beta += timing.adding_s
+            self._seconds += timing.adding_s * self._nbytes
 
-    def _at(self, line: tuple[Array, Array]) -> Array:
-        return line[0] + line[1] * self._nbytes
-
-    def _later(self, ranks: Array, alpha: Array, beta: Array) -> None:
-        new_alpha, new_beta = self._alpha.copy(), self._beta.copy()
-        new_alpha[ranks], new_beta[ranks] = alpha, beta
-        is_later = self._at((new_alpha, new_beta)) > self._at((self._alpha, self._beta))
-        self._alpha = np.where(is_later, new_alpha, self._alpha)
-        self._beta = np.where(is_later, new_beta, self._beta)
+    def _set(self, ranks: Array, alpha: Array, beta: Array, seconds: Array) -> None:
+        self._alpha[ranks], self._beta[ranks], self._seconds[ranks] = alpha, beta, seconds
 
     def last(self) -> Cost:
         """Return when the last rank is done."""
-        rank = int(np.argmax(self._at((self._alpha, self._beta))))
+        rank = int(np.argmax(self._seconds))
         return Cost(float(self._alpha[rank]), float(self._beta[rank]))
 
 
@@ -194,17 +196,23 @@ MOST_HOSTS = 512
 
 
 @lru_cache(maxsize=16)
-def _met(roads: Roads, algorithm: str, collective: str) -> list[tuple[Round, Way | None]]:
-    """Return the rounds of a collective of one byte, and what their messages meet."""
+def _all_met(roads: Roads, algorithm: str) -> list[tuple[Round, Way | None]]:
+    """Return the rounds of an all-reduce of one byte, and what their messages meet."""
     known: dict[tuple[int, int, bool], tuple[Round, Way | None]] = {}
     found = []
-    for each in collective_rounds(collective, algorithm, roads.place, 1.0):
+    for each in collective_rounds("all_reduce", algorithm, roads.place, 1.0):
         key = id(each.src), id(each.dst), each.everyone  # a round and the same backwards have ranks in common
         if key not in known:
             known[key] = _listed(roads, each)
         listed, way = known[key]
         found.append((replace(each, src=listed.src, dst=listed.dst), way))
     return found
+
+
+def _met(cluster: Cluster, algorithm: str, collective: str) -> list[tuple[Round, Way | None]]:
+    """Return the same of a collective, which is an all-reduce or a half of it."""
+    met = _all_met(roads_of(cluster), algorithm)
+    return [(each, way) for each, way in met if HALVES[collective] in (None, each.combines)]
 
 
 def _listed(roads: Roads, each: Round) -> tuple[Round, Way | None]:
@@ -217,7 +225,7 @@ def _listed(roads: Roads, each: Round) -> tuple[Round, Way | None]:
     elif each.on_each_host:
         place = Placement(1, place.ranks_per_host)
     listed = each.listed(place)
-    return listed, way_of(replace(roads, place=place), listed)
+    return replace(each, src=listed.src, dst=listed.dst), way_of(replace(roads, place=place), listed)
 
 
 def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> Costs:
@@ -266,7 +274,7 @@ def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") ->
 @lru_cache(maxsize=1024)
 def form_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Costs:
     """Return the same in closed form, wherever ranks are late."""
-    return _longest(cluster, _met(roads_of(cluster), algorithm, collective))
+    return _longest(cluster, _met(cluster, algorithm, collective))
 
 
 def check_algorithm(name: str) -> None:
@@ -288,15 +296,28 @@ def fastest(cluster: Cluster, nbytes: float, algorithm: str = AUTO, collective: 
 
 def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[float, float]]:
     """Return by level of links the bytes that the busiest of them carries, and those that all carry."""
+    roads = roads_of(cluster)
+    return _link_bytes(cluster, [_listed(roads, each) for each in rounds])
+
+
+@lru_cache(maxsize=1024)
+def busiest_bytes(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> dict[str, float]:
+    """Return by level the bytes that its busiest link carries for each byte of a collective."""
+    found = _link_bytes(cluster, _met(cluster, algorithm, collective))
+    return {level: most for level, (most, _) in found.items()}
+
+
+def _link_bytes(cluster: Cluster, met: Sequence[tuple[Round, Way | None]]) -> dict[str, tuple[float, float]]:
     found: dict[str, Any] = {}
-    everyone = 0.0
-    for each in rounds:
-        if each.everyone:
-            everyone += each.repeats * each.nbytes * cluster.ranks_per_host
+    everyone, k = 0.0, cluster.ranks_per_host
+    for each, way in met:
+        nbytes = each.repeats * each.nbytes * (k if each.everyone else 1)
+        if way is None:
+            everyone += nbytes
             continue
-        each = each.listed(cluster.placement)
-        for level, on in messages_on_links(roads_of(cluster).loads(each)).items():
-            found[level] = sum_of(found.get(level, np.zeros(0)), on * each.nbytes * each.repeats)
+        alike = cluster.hosts if each.on_each_host else 1
+        for level, on in way.on_links.items():
+            found[level] = sum_of(found.get(level, np.zeros(0)), np.tile(on * nbytes, alike))
     carried = {level: (float(per.max()), float(per.sum())) for level, per in found.items() if per.any()}
     if everyone:
         for more in cluster.network.if_all_send(cluster.hosts):

@@ -4,7 +4,7 @@ Rates count nothing here, so what was found serves for any of them. Of latencies
 beside each other: which message comes to a link later than another.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.network import Network, Placement
 from mpisgd.plan.simulation.messages import Round
 
-__all__ = ["Load", "Roads", "Way", "messages_on_links", "roads_of", "sum_of", "way_of"]
+__all__ = ["Load", "Roads", "Way", "roads_of", "sum_of", "way_of"]
 
 Array = Any  # numpy's
 
@@ -57,17 +57,14 @@ class Roads:
         """Return [m] the hosts that send, and those that receive."""
         return each.src // self.place.ranks_per_host, each.dst // self.place.ranks_per_host
 
-    def loads(self, each: Round) -> Iterator[Load]:
-        """Yield what links the messages of a round cross, unless it is one of everyone with everyone."""
-        src, dst = self.hosts_of(each)
-        inside, outside = np.flatnonzero(src == dst), np.flatnonzero(src != dst)
+    def on_a_host(self, src: Array, dst: Array) -> Iterator[Load]:
+        """Yield what messages cross from ranks `src` [m] to others of the same host."""
+        every = np.arange(len(src))
         if self.within_is_shared:
-            yield Load("memory", 1.0, inside, src[inside])
+            yield Load("memory", 1.0, every, src // self.place.ranks_per_host)
         else:
-            yield Load("rank out", 1.0, inside, each.src[inside])
-            yield Load("rank in", 1.0, inside, each.dst[inside])
-        for crossing in self.network.crossings(src[outside], dst[outside]):
-            yield Load(crossing.level, crossing.width, outside[crossing.messages], crossing.links)
+            yield Load("rank out", 1.0, every, src)
+            yield Load("rank in", 1.0, every, dst)
 
 
 def roads_of(cluster: Cluster) -> Roads:
@@ -79,18 +76,6 @@ def roads_of(cluster: Cluster) -> Roads:
 def _unit_of(link: Link) -> tuple[float, float]:
     larger = max(link.latency_s, link.message_s) or 1.0
     return link.latency_s / larger, link.message_s / larger
-
-
-def messages_on_links(loads: Iterable[Load]) -> dict[str, Array]:
-    """Return by level [links] how many messages of a round cross each of its links.
-
-    Messages of several hops cross links of the same level after one another: these add up.
-    """
-    found: dict[str, Array] = {}
-    for load in loads:
-        if len(load.links):
-            found[load.level] = sum_of(found.get(load.level, np.zeros(0)), np.bincount(load.links))
-    return found
 
 
 def sum_of(one: Array, other: Array) -> Array:
@@ -109,6 +94,7 @@ class Way(NamedTuple):
         busy: [m] the messages on the most loaded link of its way, over the width of that.
         sent: [ranks] messages of each rank.
         received: [ranks] that it gets.
+        on_links: by level, [links] how many messages cross each link of it.
     """
 
     is_far: Array
@@ -117,19 +103,81 @@ class Way(NamedTuple):
     busy: Array
     sent: Array
     received: Array
+    on_links: dict[str, Array]
 
 
 def way_of(roads: Roads, each: Round) -> Way:
     """Return what the messages of a round meet, which has all of them listed."""
-    src, dst = roads.hosts_of(each)
-    is_far = src != dst
-    hops = np.where(is_far, roads.network.hops(src, dst), 1.0)
-    sent, received = (np.bincount(ranks, minlength=roads.place.size) for ranks in (each.src, each.dst))
-    place = _place_of(each.src) if len(sent) and sent.max() > 1 else np.ones(len(hops))
-    both = zip(roads.between, roads.within, strict=True)
-    hop, message = (np.where(is_far, far, near) for far, near in both)
-    busy = _busy(list(roads.loads(each)), hops * hop + place * message)
-    return Way(is_far, hops, place, busy, sent, received)
+    (src, dst), size = roads.hosts_of(each), roads.place.size
+    sent, received = (np.bincount(ranks, minlength=size) for ranks in (each.src, each.dst))
+    place = _place_of(each.src) if len(sent) and sent.max() > 1 else np.ones(len(src))
+    is_far, hops, busy = src != dst, np.ones(len(src)), np.zeros(len(src))
+    on_links: dict[str, Array] = {}
+    here, far = np.flatnonzero(~is_far), np.flatnonzero(is_far)
+    if len(here):
+        hop, message = roads.within
+        near = _Met(list(roads.on_a_host(each.src[here], each.dst[here])), hop + message * place[here])
+        busy[here] = near.busy()
+        on_links |= near.on_links()
+    if len(far):
+        hop, message = roads.between
+        # Ranks of a host that send to the same other host meet the same: they are walked once.
+        alike = (src[far] * roads.place.hosts + dst[far]) * size + place[far].astype(np.int64)
+        _, first, inverse, counts = np.unique(
+            alike, return_index=True, return_inverse=True, return_counts=True
+        )
+        ends = src[far[first]], dst[far[first]]
+        lengths = roads.network.hops(*ends)
+        loads = [Load(*crossing) for crossing in roads.network.crossings(*ends)]
+        apart = _Met(loads, hop * lengths + message * place[far[first]], counts)
+        hops[far], busy[far] = lengths[inverse], apart.busy()[inverse]
+        on_links |= apart.on_links()
+    return Way(is_far, hops, place, busy, sent, received, on_links)
+
+
+@dataclass(frozen=True)
+class _Met:
+    """Messages at links.
+
+    Attributes:
+        loads: which links they cross.
+        times: [m] when they come there, as far as that tells which one is later.
+        counts: [m] how many each of them stands for; None: one.
+    """
+
+    loads: Sequence[Load]
+    times: Array
+    counts: Array | None = None
+
+    def on_links(self) -> dict[str, Array]:
+        """Return by level [links] how many messages cross each of its links.
+
+        Messages of several hops cross links of the same level after one another: these add up.
+        """
+        found: dict[str, Array] = {}
+        for load in self.loads:
+            if len(load.links):
+                weights = None if self.counts is None else self.counts[load.messages]
+                carried = np.bincount(load.links, weights)
+                found[load.level] = sum_of(found.get(load.level, np.zeros(0)), carried)
+        return found
+
+    def busy(self) -> Array:
+        """Return [m] what the most loaded link on the way of each message has to carry from then on.
+
+        The last message of a link ends when all is carried that came with or after some message which found
+        the link idle. So each is given what came with it or later, and the longest of these is the link's.
+        """
+        found = np.zeros(len(self.times))
+        for level in {load.level for load in self.loads}:
+            here = [load for load in self.loads if load.level == level]
+            messages = np.concatenate([load.messages for load in here])
+            if len(messages):
+                links = np.concatenate([load.links for load in here])
+                counts = np.ones(len(messages)) if self.counts is None else self.counts[messages]
+                carried = _as_late(links, self.times[messages], counts)
+                np.maximum.at(found, messages, carried / here[0].width)
+        return found
 
 
 def _place_of(src: Array) -> Array:
@@ -157,16 +205,18 @@ def _busy(loads: Sequence[Load], times: Array) -> Array:
     return found
 
 
-def _as_late(links: Array, times: Array) -> Array:
+def _as_late(links: Array, times: Array, counts: Array) -> Array:
     """Return [m] how many messages come to the link of a message when it does, or later."""
-    if not len(times) or times.min() == times.max():
-        return np.bincount(links)[links]
+    if times.min() == times.max():
+        return np.bincount(links, counts)[links]
     order = np.lexsort((-times, links))
     links, times = links[order], times[order]
-    begins = np.flatnonzero(np.diff(links, prepend=-1))
-    ends = np.flatnonzero(np.append((np.diff(links) != 0) | (np.diff(times) != 0), True)) + 1
-    places = np.arange(len(links))
-    counts = np.empty(len(links), np.int64)
-    first = begins[np.searchsorted(begins, places, side="right") - 1]
-    counts[order] = ends[np.searchsorted(ends, places, side="right")] - first
-    return counts
+    is_first = np.diff(links, prepend=-1) != 0
+    is_last = np.append((np.diff(links) != 0) | (np.diff(times) != 0), True)  # of those of the same time
+    sums = np.concatenate([[0.0], np.cumsum(counts[order])])
+    begins, ends = np.flatnonzero(is_first), np.flatnonzero(is_last) + 1
+    begin = begins[np.cumsum(is_first) - 1]
+    end = ends[np.cumsum(np.append(True, is_last[:-1])) - 1]
+    found = np.empty(len(links))
+    found[order] = sums[end] - sums[begin]
+    return found

@@ -9,10 +9,9 @@ cluster. Both tracks share the rank's core: what sending takes of it is missing 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.simulation.collectives import AUTO, cost_of, fastest, link_bytes, rounds_of
+from mpisgd.plan.simulation.collectives import AUTO, busiest_bytes, cost_of, fastest
 from mpisgd.plan.simulation.costs import Cost
 from mpisgd.plan.simulation.engine import Span, Task, simulate
 
@@ -93,7 +92,7 @@ class StepGraph:
         if members.size == 1 or not nbytes:
             return self.communicate(name, Cost(0.0, 0.0), 0.0, after)
         how = fastest(members, nbytes, self.algorithm, name)
-        for level, carried in _traffic(members, how, name).items():
+        for level, carried in busiest_bytes(members, how, name).items():
             self.carry(level, carried * nbytes)
         return self.communicate(f"{name} {how}", cost_of(members, how, name).at(nbytes), nbytes, after)
 
@@ -126,10 +125,3 @@ class StepGraph:
     def run(self) -> list[Span]:
         """Return when each task runs."""
         return simulate(self.tasks, {CORE: 1.0})
-
-
-@lru_cache(maxsize=1024)
-def _traffic(cluster: Cluster, how: str, collective: str) -> dict[str, float]:
-    """Return the bytes on the busiest link of each level, for each byte of a collective."""
-    found = link_bytes(cluster, rounds_of(cluster, how, 1.0, collective))
-    return {level: most for level, (most, _) in found.items()}

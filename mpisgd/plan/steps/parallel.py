@@ -155,6 +155,10 @@ class Grid:
             within=replace(within, bytes_per_s=within.bytes_per_s / on_a_host),
         )
 
+    def sharers(self, group: Cluster, level: str) -> int:
+        """Return how many groups of a kind use a link of a level; of a rank's own link, one."""
+        return 1 if level.startswith("rank") else max(1, self.cluster.ranks_per_host // group.ranks_per_host)
+
     def host_of(self, place: int) -> int:
         """Return the host of the first rank at a place of the pipelines."""
         return place * self.width // self.cluster.ranks_per_host

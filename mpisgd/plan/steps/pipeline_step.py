@@ -13,11 +13,11 @@ from mpisgd.methods.cost_kit import ALL, Compute, Op, Send, Wait
 from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.collectives import (
+    busiest_bytes,
     cost_of,
     fastest,
     link_bytes,
     round_seconds,
-    rounds_of,
 )
 from mpisgd.plan.simulation.costs import Cost
 from mpisgd.plan.simulation.engine import Task, simulate
@@ -57,7 +57,6 @@ class _Pipeline:
         self._alpha_s = self._communication_s = self._sent_bytes = 0.0
         self._carried: dict[str, dict[int, float]] = {}  # by level, and rank or host
         self._optimizer_s = 0.0
-        self._links: dict[tuple[Cluster, str], dict[str, float]] = {}
 
     def add_all(self) -> None:
         """Add what all ranks do, each operation after those that it waits for."""
@@ -163,25 +162,14 @@ class _Pipeline:
             return
         self._sent_bytes += all_reduce_bytes(group, nbytes) / self._grid.pp
         how = fastest(group, nbytes, self._job.algorithm)
-        for level, most in self._all_reduce_links(group, how).items():
-            self._carry(level, place, most * nbytes)
+        for level, most in busiest_bytes(group, how).items():
+            self._carry(level, place, most * nbytes * self._grid.sharers(group, level))
 
     def _carry(self, level: str, place: int, nbytes: float) -> None:
         """Note bytes on a link of a rank at a place, or of its host."""
         key = place if level.startswith("rank") else self._grid.host_of(place)
         carried = self._carried.setdefault(level, {})
         carried[key] = carried.get(key, 0.0) + nbytes
-
-    def _all_reduce_links(self, group: Cluster, how: str) -> dict[str, float]:
-        """Return what a byte leaves on the busiest link of each level, of all groups together."""
-        if (group, how) not in self._links:
-            groups = max(1, self._job.cluster.ranks_per_host // group.ranks_per_host)
-            carried = link_bytes(group, rounds_of(group, how, 1.0))
-            self._links[group, how] = {
-                level: most * (1 if level.startswith("rank") else groups)
-                for level, (most, _) in carried.items()
-            }
-        return self._links[group, how]
 
     def planned(self) -> PlannedStep:
         """Return the step."""

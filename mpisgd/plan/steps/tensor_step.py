@@ -11,7 +11,7 @@ from mpisgd.methods.costs import cost_of
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.plan.models.blocks import Block
 from mpisgd.plan.models.model import Gradient, StepProfile
-from mpisgd.plan.simulation.collectives import fastest, link_bytes, rounds_of
+from mpisgd.plan.simulation.collectives import busiest_bytes, fastest
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.layout import DividedModel, divide
 from mpisgd.plan.steps.parallel import Parallel
@@ -39,7 +39,7 @@ def plan_layout(job: PlannedJob, layout: Parallel) -> PlannedStep:
         communication_s=found.communication_s + stage.sums_s * passes,
         alpha_s=found.alpha_s + stage.sums_alpha_s * passes,
         sent_bytes=found.sent_bytes + sums,
-        traffic=add_traffic(found.traffic, model, stage.summed_bytes * passes),
+        traffic=add_traffic(found.traffic, model, stage.summed_bytes * passes, job.algorithm),
     )
 
 
@@ -85,14 +85,14 @@ def _divided(block: Block, number: int, tp: int) -> tuple[int, ...]:
     return (-(-shape[0] // tp), *shape[1:])
 
 
-def add_traffic(traffic: Mapping[str, float], model: DividedModel, nbytes: float) -> dict[str, float]:
+def add_traffic(
+    traffic: Mapping[str, float], model: DividedModel, nbytes: float, algorithm: str
+) -> dict[str, float]:
     """Return the bytes on the busiest link of each level, of all groups of ranks: dp's, and sums over tp."""
-    k = model.grid.cluster.ranks_per_host
-    data, tensor = model.grid.data_group, model.grid.tensor_group
-    found = {level: most * max(1, k // data.ranks_per_host) for level, most in traffic.items()}
+    grid = model.grid
+    data, tensor = grid.data_group, grid.tensor_group
+    found = {level: most * grid.sharers(data, level) for level, most in traffic.items()}
     if tensor.size > 1 and nbytes:
-        rounds = rounds_of(tensor, fastest(tensor, nbytes), 1.0)
-        for level, (most, _) in link_bytes(tensor, rounds).items():
-            groups = max(1, k // tensor.ranks_per_host)
-            found[level] = found.get(level, 0.0) + most * nbytes * groups
+        for level, most in busiest_bytes(tensor, fastest(tensor, nbytes, algorithm)).items():
+            found[level] = found.get(level, 0.0) + most * nbytes * grid.sharers(tensor, level)
     return found
