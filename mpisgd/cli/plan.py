@@ -92,8 +92,10 @@ def plan(
 ) -> None:
     """Predict step time, memory, bytes and price of each strategy and compression on a cluster."""
     # Here, since they load torch: seconds that `--help` need not take.
+    from mpisgd.job.lazy_dynamo import defer_import
     from mpisgd.plan.files import read_cluster, write_step
 
+    defer_import()  # outer optimizers are made, to see whether they take their options
     with bad_input():
         found = read_cluster(cluster)
         sizes = counts_of("--ranks", ranks) if ranks else [found.cluster.size]

@@ -9,6 +9,7 @@ import abc
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,11 @@ class Carried(NamedTuple):
 @dataclass(frozen=True)
 class Network(abc.ABC):
     """How hosts are joined. A subclass is a frozen dataclass."""
+
+    @property
+    def links_of_host(self) -> int:
+        """Over how many links a host can send at the same time."""
+        return 1
 
     @abc.abstractmethod
     def crossings(self, src: Array, dst: Array) -> Iterator[Crossing]:
@@ -172,6 +178,11 @@ class Torus(Network):
             raise InvalidArgument(f"Torus: shape={shown(self.shape)}; expected numbers such as (8, 8)")
         object.__setattr__(self, "shape", shape)
 
+    @property
+    def links_of_host(self) -> int:
+        """See `Network`."""
+        return 2 * len(self.shape)
+
     def check(self, hosts: int) -> None:
         """See `Network`."""
         if hosts > math.prod(self.shape):
@@ -226,32 +237,36 @@ class Torus(Network):
         return np.pad(pairs, (0, sum(self.shape) + 1 - len(pairs)))
 
     def if_all_send(self, hosts: int) -> Iterator[Carried]:
-        """See `Network`.
+        """See `Network`."""
+        yield from _carried_on_torus(self.shape, hosts)
 
-        A message goes along a dimension with the earlier coordinates of its destination and the later ones of
-        its source. So what a line of links carries depends on how many hosts have each coordinate along it:
-        among those with its earlier coordinates, and among those with its later ones.
-        """
-        used = np.arange(hosts)
-        for dim, length in enumerate(self.shape):
-            along = length * math.prod(self.shape[dim + 1 :])
-            within = along // length
-            later = np.zeros((within, length), dtype=np.int64)
-            np.add.at(later, (used % within, used // within % length), 1)
-            earlier = np.zeros((-(-hosts // along), length), dtype=np.int64)
-            np.add.at(earlier, (used // along, used // within % length), 1)
-            for way in (1, -1):
-                lines = [
-                    (many * times, _on_a_ring(sources, destinations, way))
-                    for sources, many in _distinct(later)
-                    for destinations, times in _distinct(earlier)
-                ]
-                yield Carried(
-                    f"dimension {dim} {'+' if way > 0 else '-'}",
-                    1.0,
-                    float(max(carried.max() for _, carried in lines)),
-                    float(sum(times * carried.sum() for times, carried in lines)),
-                )
+
+@lru_cache(maxsize=64)
+def _carried_on_torus(shape: tuple[int, ...], hosts: int) -> list[Carried]:
+    """Return what the levels of a torus carry if each of the first hosts sends to each of the others.
+
+    A message goes along a dimension with the earlier coordinates of its destination and the later ones of its
+    source. So what a line of links carries depends on how many hosts have each coordinate along it: among
+    those with its earlier coordinates, and among those with its later ones.
+    """
+    found, used = [], np.arange(hosts)
+    for dim, length in enumerate(shape):
+        along = length * math.prod(shape[dim + 1 :])
+        within = along // length
+        later = np.zeros((within, length), dtype=np.int64)
+        np.add.at(later, (used % within, used // within % length), 1)
+        earlier = np.zeros((-(-hosts // along), length), dtype=np.int64)
+        np.add.at(earlier, (used // along, used // within % length), 1)
+        for way in (1, -1):
+            lines = [
+                (many * times, _on_a_ring(sources, destinations, way))
+                for sources, many in _distinct(later)
+                for destinations, times in _distinct(earlier)
+            ]
+            busiest = float(max(carried.max() for _, carried in lines))
+            total = float(sum(times * carried.sum() for times, carried in lines))
+            found.append(Carried(f"dimension {dim} {'+' if way > 0 else '-'}", 1.0, busiest, total))
+    return found
 
 
 def _distinct(rows: Array) -> list[tuple[Array, int]]:

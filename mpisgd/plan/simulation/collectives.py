@@ -228,10 +228,14 @@ def _listed(roads: Roads, each: Round) -> tuple[Round, Way | None]:
     return replace(each, src=listed.src, dst=listed.dst), way_of(replace(roads, place=place), listed)
 
 
-def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> Costs:
-    """Return what rounds take one after the other, where they were made for one byte."""
+def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> tuple[Costs, dict[str, float]]:
+    """Return what rounds take one after the other, and by level the bytes on its busiest link.
+
+    Where they were made for one byte: for each byte of a message.
+    """
     roads = roads_of(cluster)
-    return _longest(cluster, [_listed(roads, each) for each in rounds])
+    met = [_listed(roads, each) for each in rounds]
+    return _longest(cluster, met), _busiest(cluster, met)
 
 
 def _longest(cluster: Cluster, met: Sequence[tuple[Round, Way | None]]) -> Costs:
@@ -244,10 +248,16 @@ def _longest(cluster: Cluster, met: Sequence[tuple[Round, Way | None]]) -> Costs
             continue
         timing = _timing(cluster, each, way, together if each.everyone else 1)
         timings.append(timing.lines(each.dst) if by_host and not each.everyone else timing)
+    if len(timings) == 1 and isinstance(timings[0], _Timing):  # nobody comes late to a single round
+        each, lines = met[0][0], timings[0].lines(met[0][0].dst)
+        return upper_lines(Costs(tuple(Cost(*(each.repeats * part for part in line)) for line in lines)).at)
+    steps = [(each, timing) for (each, _), timing in zip(met, timings, strict=True)]
+    if not by_host and (alike := _one_of_each_host(steps, cluster.ranks_per_host)) is not None:
+        size, steps = cluster.hosts, alike
 
     def line_at(nbytes: float) -> Cost:
         clocks = _Clocks(size, nbytes)
-        for (each, _), timing in zip(met, timings, strict=True):
+        for each, timing in steps:
             if isinstance(timing, _Timing):
                 clocks.go(each, timing)
             else:
@@ -255,6 +265,28 @@ def _longest(cluster: Cluster, met: Sequence[tuple[Round, Way | None]]) -> Costs
         return clocks.last()
 
     return upper_lines(line_at)
+
+
+def _one_of_each_host(
+    steps: Sequence[tuple[Round, _Timing | list[Cost]]], k: int
+) -> list[tuple[Round, _Timing | list[Cost]]] | None:
+    """Return the rounds with a host's first rank for all of its `k`; None: these are not alike in all rounds.
+
+    Those of halving and doubling are where `k` is a power of two: all of a host send to the same host.
+    """
+    found: list[tuple[Round, _Timing | list[Cost]]] = []
+    for each, timing in steps:
+        if k == 1 or not isinstance(timing, _Timing) or len(each.src) % k:
+            return None
+        src, dst = each.src // k, each.dst // k
+        if (each.src[::k] % k).any() or not all(
+            (rows == rows[:, :1]).all() for rows in (part.reshape(-1, k) for part in (src, dst, *timing[:3]))
+        ):
+            return None
+        alpha_s, beta_s, adding_s = (part[::k] for part in timing[:3])
+        first = timing._replace(alpha_s=alpha_s, beta_s=beta_s, adding_s=adding_s)
+        found.append((replace(each, src=src[::k], dst=dst[::k]), first))
+    return found
 
 
 # -- collectives ---------------------------------------------------------------------------------------
@@ -287,11 +319,32 @@ def fastest(cluster: Cluster, nbytes: float, algorithm: str = AUTO, collective: 
     """Return the algorithm itself, or for `auto` the one that is predicted to take least."""
     if algorithm != AUTO:
         return algorithm
-    names = CANDIDATES[:1] if cluster.hosts == 1 else CANDIDATES
-    forms = {name: form_of(cluster, name, collective).seconds(nbytes) for name in names}
-    most = OFF * min(forms.values())  # what is far behind need not be simulated
-    near = [name for name in names if forms[name] <= most]
+    if cluster.hosts == 1:
+        return CANDIDATES[0]
+
+    def form_s(name: str) -> float:
+        return form_of(cluster, name, collective).seconds(nbytes)
+
+    forms = {name: form_s(name) for name in CANDIDATES[:-1]}
+    last, least = CANDIDATES[-1], min(forms.values())
+    if _least_of_halving_s(cluster, nbytes, collective) < least:
+        forms[last] = form_s(last)
+    # What is far behind need not be simulated.
+    near = [name for name, seconds in forms.items() if seconds <= OFF * least]
     return min(near, key=lambda name: cost_of(cluster, name, collective).seconds(nbytes))
+
+
+def _least_of_halving_s(cluster: Cluster, nbytes: float, collective: str) -> float:
+    """Return what halving and doubling takes more than: its messages to other hosts, if no two ever meet.
+
+    On many ranks its form takes a second, and it is seldom the best.
+    """
+    link, k = cluster.between, cluster.ranks_per_host
+    power = 1 << (cluster.size.bit_length() - 1)
+    distances = [1 << bit for bit in range(power.bit_length() - 1) if 1 << bit >= k]
+    alpha_s = len(distances) * (link.latency_s + link.message_s)
+    bytes_s = nbytes * sum(distances) / power * k / cluster.network.links_of_host / link.bytes_per_s
+    return (alpha_s + bytes_s) * (2 if collective == "all_reduce" else 1)
 
 
 def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[float, float]]:
@@ -303,8 +356,11 @@ def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[flo
 @lru_cache(maxsize=1024)
 def busiest_bytes(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> dict[str, float]:
     """Return by level the bytes that its busiest link carries for each byte of a collective."""
-    found = _link_bytes(cluster, _met(cluster, algorithm, collective))
-    return {level: most for level, (most, _) in found.items()}
+    return _busiest(cluster, _met(cluster, algorithm, collective))
+
+
+def _busiest(cluster: Cluster, met: Sequence[tuple[Round, Way | None]]) -> dict[str, float]:
+    return {level: most for level, (most, _) in _link_bytes(cluster, met).items()}
 
 
 def _link_bytes(cluster: Cluster, met: Sequence[tuple[Round, Way | None]]) -> dict[str, tuple[float, float]]:

@@ -80,8 +80,11 @@ def _unit_of(link: Link) -> tuple[float, float]:
 
 def sum_of(one: Array, other: Array) -> Array:
     """Return the sum of two arrays, of which the shorter one goes on with zeros."""
-    size = max(len(one), len(other))
-    return np.pad(one, (0, size - len(one))) + np.pad(other, (0, size - len(other)))
+    if len(one) < len(other):
+        one, other = other, one
+    found = one.astype(float)
+    found[: len(other)] += other
+    return found
 
 
 class Way(NamedTuple):
@@ -159,7 +162,7 @@ class _Met:
             if len(load.links):
                 weights = None if self.counts is None else self.counts[load.messages]
                 carried = np.bincount(load.links, weights)
-                found[load.level] = sum_of(found.get(load.level, np.zeros(0)), carried)
+                found[load.level] = sum_of(found[load.level], carried) if load.level in found else carried
         return found
 
     def busy(self) -> Array:
@@ -186,22 +189,6 @@ def _place_of(src: Array) -> Array:
     begins = np.flatnonzero(np.diff(src[order], prepend=-1))
     found = np.empty(len(src))
     found[order] = np.arange(1, len(src) + 1) - np.repeat(begins, np.diff(np.append(begins, len(src))))
-    return found
-
-
-def _busy(loads: Sequence[Load], times: Array) -> Array:
-    """Return [m] what the most loaded link on the way of each message has to carry from then on.
-
-    The last message of a link ends when all is carried that came with or after some message which found the
-    link idle. So each is given what came with it or later, and the longest of these is the link's.
-    """
-    found = np.zeros(len(times))
-    for level in {load.level for load in loads}:
-        here = [load for load in loads if load.level == level]
-        messages = np.concatenate([load.messages for load in here])
-        if len(messages):
-            counts = _as_late(np.concatenate([load.links for load in here]), times[messages])
-            np.maximum.at(found, messages, counts / here[0].width)
     return found
 
 

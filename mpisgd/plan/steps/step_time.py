@@ -7,6 +7,7 @@ nothing is under way. Operations of the program follow each other there, and so 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from mpisgd.errors import InvalidArgument
@@ -27,7 +28,8 @@ from mpisgd.methods.cost_kit import (
 from mpisgd.methods.costs import MethodCost
 from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.simulation.collectives import cost_of_rounds, link_bytes
+from mpisgd.plan.simulation.collectives import cost_of_rounds
+from mpisgd.plan.simulation.costs import Costs
 from mpisgd.plan.simulation.engine import Span
 from mpisgd.plan.simulation.messages import Round, neighbours, shift
 from mpisgd.plan.steps.graph import COMMUNICATION, StepGraph
@@ -211,10 +213,10 @@ class _Segment:
         return 1.5 if members.hosts > 1 else members.half_factor
 
     def _exchange(self, op: Collective, after: list[int]) -> int:
-        rounds = rounds_of_graph(op.graph, self._cluster.size, op.phase)
-        for level, (most, _) in link_bytes(self._cluster, rounds).items():
+        costs, busiest = _exchanged(self._cluster, op.graph, op.phase)
+        for level, most in busiest.items():
             self._graph.carry(level, most * op.nbytes)
-        cost = cost_of_rounds(self._cluster, rounds).at(op.nbytes)
+        cost = costs.at(op.nbytes)
         return self._graph.communicate("exchange", cost, op.nbytes, after)
 
     def _access(self, op: Collective, after: list[int]) -> int:
@@ -255,6 +257,11 @@ ADD: Mapping[type, Callable[[_Segment, Any, list[int]], int]] = {
 def _busy_s(graph: StepGraph, spans: Sequence[Span]) -> float:
     both = zip(graph.tasks, spans, strict=True)
     return sum(span.end_s - span.start_s for task, span in both if task.track == COMMUNICATION)
+
+
+@lru_cache(maxsize=256)
+def _exchanged(cluster: Cluster, graph: Graph, phase: int) -> tuple[Costs, dict[str, float]]:
+    return cost_of_rounds(cluster, rounds_of_graph(graph, cluster.size, phase))
 
 
 def rounds_of_graph(graph: Graph, size: int, step: int = 0) -> list[Round]:

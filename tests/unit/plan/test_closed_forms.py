@@ -135,7 +135,7 @@ def test_a_line_of_its_own_where_neither_few_nor_many_bytes_are_what_counts():
     """Messages to a neighbour share its link with three others; one goes far, alone on its last links."""
     cluster = Cluster(9, 1, Link(1e-5, 1e9), Link(1e-6, 1e10), Torus((9,)))
     each = Round(np.array([0, 1, 2, 3]), np.array([4, 4, 4, 4]), 1.0)
-    costs = cost_of_rounds(cluster, [each])
+    costs, _ = cost_of_rounds(cluster, [each])
     for nbytes in (1.0, 3e3, 1e4, 3e4, 1e6):
         simulated = simulate_messages(cluster, [Round(each.src, each.dst, nbytes)])
         assert costs.seconds(nbytes) == pytest.approx(simulated, rel=1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,40 @@ def test_methods_and_an_algorithm_that_were_asked_for(files):
     )
     assert "LocalSGD(4)" in found.stdout
     assert "DiLoCo" not in found.stdout
+
+
+MANY = """
+hosts = 12500
+ranks_per_host = 8
+flops = "20 Tflop/s"
+memory_bandwidth = "2 TB/s"
+[within]
+latency = "5 us"
+bandwidth = "200 GB/s"
+shared = false
+[between]
+latency = "10 us"
+bandwidth = "100 Gbit/s"
+[network]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "network",
+    [
+        'topology = "switch"',
+        'topology = "fat tree"\nhosts_per_switch = 32\noversubscription = 4',
+        'topology = "torus"\nshape = [24, 24, 22]',
+    ],
+)
+def test_a_hundred_thousand_ranks_take_ten_seconds(tmp_path, network):
+    """Of a processor, all methods and layouts and what would make the best faster; without imports."""
+    path = tmp_path / "many.toml"
+    path.write_text(MANY + network)
+    begun = time.process_time()
+    assert run(path, "--model", "gpt(layers=24, heads=16, dim=2048, context=2048)").exit_code == 0
+    assert time.process_time() - begun < 10
 
 
 def test_pictures_are_written(files, tmp_path):
