@@ -1,6 +1,7 @@
 """Predicted beside measured: `python -m mpisgd plan` on emulated hosts of this machine.
 
     python scripts/validate_plan.py all                     # each portion in turn; benchmarks/plan-*
+    python scripts/validate_plan.py all --minutes 20 --load 1.5   # as many as there is time for; goes on later
     python scripts/validate_plan.py run 1,1 1gbit out.json  # one portion: hosts, rate of a link
     python scripts/validate_plan.py report                  # tables and pictures of all portions so far
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -321,16 +323,34 @@ def job(hosts: str, rate: str, *words: str) -> int:
 
 
 @app.command(name="all")
-def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
-    """Measure all portions that are not there yet, then report."""
+def all_portions(
+    prefix: str = typer.Option("", help="Command before each portion."),
+    minutes: float = typer.Option(math.inf, help="Begin no portion that would not be done by then."),
+    load: float = typer.Option(math.inf, help="Begin none while the machine's load is above this."),
+) -> None:
+    """Measure all portions that are not there yet, then report. Goes on where it has ended before."""
     PARTS.mkdir(exist_ok=True)
-    for hosts, rate, models, kind, suffix in ALL_PORTIONS:
-        out = PARTS / f"{hosts.replace(',', '+')}-{rate}{suffix}.json"
-        if not out.exists():
-            words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
-            code = subprocess.run([*words, "--models", models, "--kind", kind]).returncode
-            print(hosts, rate, models, kind, code, flush=True)
+    end = time.monotonic() + 60 * minutes - LIMIT_S
+    missing = [portion for portion in ALL_PORTIONS if not part_of(*portion).exists()]
+    for number, (hosts, rate, models, kind, suffix) in enumerate(missing):
+        now = os.getloadavg()[0]
+        if time.monotonic() > end or now > load:
+            why = "no time is left" if time.monotonic() > end else f"the load is {now:.1f}"
+            print(f"{len(missing) - number} portions are left: {why}", flush=True)
+            break
+        out = part_of(hosts, rate, models, kind, suffix)
+        draft = out.with_suffix(".draft")  # each model is written when it is done, and a part has all of them
+        words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(draft)]
+        code = subprocess.run([*words, "--models", models, "--kind", kind]).returncode
+        if code == 0:
+            draft.rename(out)
+        print(hosts, rate, models, kind, code, flush=True)
     report()
+
+
+def part_of(hosts: str, rate: str, models: str, kind: str, suffix: str) -> Path:
+    """Return the file of a portion."""
+    return PARTS / f"{hosts.replace(',', '+')}-{rate}{suffix}.json"
 
 
 def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
