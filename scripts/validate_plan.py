@@ -1,7 +1,7 @@
 """Predicted beside measured: `python -m mpisgd plan` on emulated hosts of this machine.
 
     python scripts/validate_plan.py all                     # each portion in turn; benchmarks/plan-*
-    python scripts/validate_plan.py all --minutes 20 --load 1.5   # as many as there is time for; goes on later
+    python scripts/validate_plan.py all --minutes 20        # as many as there is time for; goes on later
     python scripts/validate_plan.py run 1,1 1gbit out.json  # one portion: hosts, rate of a link
     python scripts/validate_plan.py report                  # tables and pictures of all portions so far
 
@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -60,6 +61,8 @@ MORE_METHODS = (
 KINDS = {"usual": METHODS, "more": MORE_METHODS}
 PERIOD = 4  # of the methods above that have one; of others a block is two steps
 MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
+KINDS_OF_PLAN = ROOT / "mpisgd" / "plan" / "measured_kinds.py"
+LONGEST_KIND = 103  # on a line of its own
 TEXT = "gpt"  # in layouts of tensor and pipeline parallelism; see plan_layouts.py
 # Hosts and their ranks, and the rate of a host's link. None: one host, without a link.
 PORTIONS = [
@@ -433,7 +436,30 @@ def report() -> None:
     ]
     (FOLDER / "plan-validation.md").write_text(Measurement("Predictions", facts, tables).text)
     draw(rows, FOLDER / "plan-validation.png")
+    KINDS_OF_PLAN.write_text(measured_kinds((FOLDER / "plan-validation.md").read_text()))
     print(*table(rows), "", *map(", ".join, errors(rows)), *notes(rows), sep="\n")
+
+
+def measured_kinds(text: str) -> str:
+    """Return the module of the kinds that were measured, from the table of all cases."""
+    from mpisgd.plan.checked import kind_of
+    from mpisgd.plan.methods import planned_methods
+
+    cases = re.findall(r"^\| (\d+) x (\d+)[^|]*\|[^|]*\| ([^|]+) \|", text, re.MULTILINE)
+    names = sorted({method for _, _, method in cases})
+    kinds = sorted({kind_of(method) for method in planned_methods(";".join(names))})
+    ranks = [int(hosts) * int(k) for hosts, k, _ in cases]
+    lines = [
+        '"""What was measured beside the plan; `scripts/validate_plan.py report` writes this file."""',
+        "",
+        '__all__ = ["MEASURED", "MOST_RANKS"]',
+        "",
+        f"MOST_RANKS = {max(ranks)}",
+        "MEASURED = (",
+        *(f"    {json.dumps(kind)},{'  # noqa: E501' if len(kind) > LONGEST_KIND else ''}" for kind in kinds),
+        ")",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def where_of(part: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from measurements import parse
 from plan_examples import predicted
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.checked import checked_by
+from mpisgd.plan.checked import checked_by, kind_of
 from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.files import FAILURES, LINK, SCALARS, read_cluster, read_model, read_step, write_step
 from mpisgd.plan.methods import planned_methods
@@ -119,6 +119,30 @@ def test_all_that_was_assumed_is_said(tmp_path):
         assert said in rest
     for given in ("[between] message", "[between] latency", "topology"):
         assert given not in rest
+
+
+def test_the_list_of_what_was_measured_is_that_of_the_benchmarks(monkeypatch):
+    """As `scripts/validate_plan.py report` writes it: nobody adds a kind by hand."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import validate_plan
+
+    cases = (ROOT / "benchmarks" / "plan-validation.md").read_text()
+    assert validate_plan.KINDS_OF_PLAN.read_text() == validate_plan.measured_kinds(cases)
+
+
+def test_kinds_differ_by_options_and_not_by_numbers():
+    def kinds(text):
+        return {kind_of(method) for method in planned_methods(text)}
+
+    assert len(kinds("LocalSGD(4); LocalSGD(8)")) == 1
+    assert len(kinds("Synchronous + TopK(ratio=0.01); Synchronous + TopK(ratio=0.5)")) == 1
+    apart = (
+        "LocalSGD(4); LocalSGD(4, warmup_steps=9); LocalSGD(4, growth=2.0); Sharded(stage=1);"
+        "Sharded(stage=2);"
+        "Gossip('ring'); Gossip('exponential'); Parallel(pp=2); Parallel(tp=2); Parallel(tp=2, pp=2);"
+        "Parallel(pp=2, recompute=True); Parallel(pp=2, schedule='interleaved', stages_per_rank=2)"
+    )
+    assert len(kinds(apart)) == len(apart.split(";"))
 
 
 def test_what_is_called_measured_has_been():
