@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpisgd.arguments import shown
 from mpisgd.errors import JobError
 
 __all__ = [
@@ -123,12 +124,12 @@ def link_bytes(case: Case, ranks_per_host: Sequence[int]) -> float:
 
 def parse_bytes(text: str) -> int:
     """Return the number of bytes of `4`, `64KiB` or `1 MiB`."""
-    found = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*([0-9]{1,30})\s*([a-z]*)\s*", text, re.IGNORECASE)
     if found is None or found[2].lower() not in UNITS:
-        raise JobError(f"{text!r} is no size; expected for example 4, 64KiB or 16MiB")
+        raise JobError(f"{shown(text)} is no size; expected for example 4, 64KiB or 16MiB")
     nbytes = int(found[1]) * UNITS[found[2].lower()]
     if not 0 < nbytes <= MAX_BYTES:
-        raise JobError(f"size {text!r}: expected 1 to {MAX_BYTES} bytes")
+        raise JobError(f"size {shown(text)}: expected 1 to {MAX_BYTES} bytes")
     return nbytes
 
 

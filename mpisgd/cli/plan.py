@@ -92,19 +92,21 @@ def plan(
 ) -> None:
     """Predict step time, memory, bytes and price of each strategy and compression on a cluster."""
     # Here, since they load torch: seconds that `--help` need not take.
+    from mpisgd.bench.cases import parse_bytes
     from mpisgd.job.lazy_dynamo import defer_import
     from mpisgd.plan.files import read_cluster, write_step
 
     defer_import()  # outer optimizers are made, to see whether they take their options
     with bad_input():
         found = read_cluster(cluster)
+        nbytes = parse_bytes(collectives) if collectives else 0
         sizes = counts_of("--ranks", ranks) if ranks else [found.cluster.size]
         profile = _profile(found.cluster, program or [], model, measure, batch, optimizer)
         if save is not None:
             write_step(save, profile)
         report = _Report(found, profile, sizes, methods, algorithm, layouts=layouts and not methods)
         report.defaults = _defaults(profile, model, measure, batch, optimizer, ranks, algorithm)
-        report.show(top, collectives)
+        report.show(top, nbytes)
         report.write(json_file, plot_file, timeline)
 
 
@@ -215,15 +217,14 @@ class _Report:
         hosts = f"{cluster.hosts} host(s) of {cluster.ranks_per_host} rank(s), {cluster.network}"
         return f"{profile.name}, {profile.numel:,} parameters, batch {profile.batch:g} per rank; {hosts}"
 
-    def show(self, top: int, collectives: str) -> None:
-        """Print the table and what follows from it."""
-        from mpisgd.bench.cases import parse_bytes
+    def show(self, top: int, nbytes: int) -> None:
+        """Print the table, that of an all-reduce of `nbytes` if these are any, and what follows from it."""
         from mpisgd.bench.report.tables import show
         from mpisgd.plan.tables import collectives_table, plan_table
 
         tables = [plan_table(self.predictions[:top], "predicted, the fastest first")]
-        if collectives:
-            tables.append(collectives_table(self.cluster, self.sizes, parse_bytes(collectives)))
+        if nbytes:
+            tables.append(collectives_table(self.cluster, self.sizes, nbytes))
         show(tables, self.notes(top))
 
     def notes(self, top: int) -> list[str]:

@@ -41,7 +41,7 @@ from mpisgd.arguments import shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster, Failures, Link
 from mpisgd.plan.models.blocks import Block
-from mpisgd.plan.models.model import Gradient, Layer, Model, StepProfile
+from mpisgd.plan.models.model import MOST_LAYERS, Gradient, Layer, Model, StepProfile
 from mpisgd.plan.network import FatTree, Network, Switch, Torus
 from mpisgd.plan.units import as_flops, as_nbytes, as_rate, as_seconds
 from mpisgd.tuning.model import CostModel, MeasuredCurves
@@ -161,7 +161,6 @@ FAILURES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "repair_hours": ("repair_hours", lambda name, value: value),
 }
 MESSAGE_S = 5e-7  # what sending one takes of a processor where nothing else is said
-MOST_LAYERS = 10**6  # more than one mistypes, and no more than there is memory to list
 REQUIRED = ("hosts", "ranks_per_host", "within", "between")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpisgd.arguments import shown
+from mpisgd.arguments import check_flag, shown
 from mpisgd.bench.strategies.method import Method, methods_of
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.cost_kit import Cycle, Op, Sizes, World
@@ -40,6 +40,9 @@ class Overlap:
 
     overlap: bool = True
 
+    def __post_init__(self) -> None:
+        check_flag("Overlap", "overlap", self.overlap)
+
     def cost(self, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
         """Yield what a step takes."""
         yield from synchronous.cost(self, sizes, world._replace(overlaps=self.overlap), step)
@@ -61,13 +64,17 @@ def planned_methods(text: str) -> list[Method]:
     """
     found = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
-        strategy, _, compression = (word.strip() for word in part.partition("+"))
+        strategy, plus, compression = (word.strip() for word in part.partition("+"))
         name = strategy.partition("(")[0].strip()
         if name not in OWN:
             found += methods_of(part)
             continue
-        (synchronous,) = methods_of(f"Synchronous + {compression or 'none'}")
+        (synchronous,) = methods_of(f"Synchronous {plus} {compression}")
         found.append(Method(part, _own(name, strategy), synchronous.compression))
+    if not found:
+        raise InvalidArgument(
+            f"plan: methods={shown(text)}; expected such as Synchronous + bf16; LocalSGD(8)"
+        )
     return found
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 import mpisgd
+from mpisgd.arguments import shown
 from mpisgd.compress.compressor import Compressor
+from mpisgd.errors import InvalidArgument
 from mpisgd.methods.from_text import (
     OptimizerChoice,
     compressor_from_text,
@@ -100,7 +102,9 @@ def methods_of(text: str) -> list[Method]:
 def _methods(parts: Iterable[str]) -> Iterator[Method]:
     for part in parts:
         together, _, optimizer = (word.strip() for word in part.partition(" with "))
-        strategy, _, compression = (word.strip() for word in together.partition("+"))
+        strategy, plus, compression = (word.strip() for word in together.partition("+"))
+        if plus and not compression:
+            raise InvalidArgument(f"method {shown(part)}: expected a compression behind the +")
         yield Method(
             part,
             strategy_from_text(strategy),

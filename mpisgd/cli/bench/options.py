@@ -1,5 +1,6 @@
 """Options that several commands have, and how a list in one is read."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mpisgd
+from mpisgd.arguments import shown
 from mpisgd.bench import cases
 from mpisgd.config import is_launched
 
@@ -85,8 +87,8 @@ def choice_of(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 def counts_of(option: str, text: str) -> list[int]:
     """Return the positive numbers of a list such as `1,2,4`."""
-    if not all(part.strip().isdigit() and int(part) > 0 for part in text.split(",")):
-        raise mpisgd.JobError(f"{option}: {text!r}; expected for example 1,2,4")
+    if not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,17}\s*", part) for part in text.split(",")):
+        raise mpisgd.JobError(f"{option}: {shown(text)}; expected for example 1,2,4")
     return [int(part) for part in text.split(",")]
 
 

@@ -10,6 +10,7 @@ parameters on N ranks with 16-bit parameters and gradients, and an optimizer of 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mpisgd.arguments import check_flag
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.bucketing import join_buckets
 from mpisgd.methods.cost_kit import (
@@ -129,6 +130,9 @@ class FullyShard:
     """
 
     reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        check_flag("FullyShard", "reshard_after_forward", self.reshard_after_forward)
 
     def cost(self, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
         """Yield what a step takes: a layer's parameters are gathered while the one before computes."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpisgd.arguments import shown
+from mpisgd.arguments import printable, shown
 from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.training import StepTask, build, examples
 from mpisgd.errors import InvalidArgument
@@ -183,8 +183,18 @@ def model_from_function(text: str) -> Model:
     divide, such as {"blocks.*": 2}; see `Block`.
 
     Raises:
-        InvalidArgument: there is no such function, or it returns something else.
+        InvalidArgument: there is no such function, it fails, or it returns something else.
     """
+    try:
+        return _model_from_function(text)
+    except InvalidArgument:
+        raise
+    except (Exception, SystemExit) as exc:  # of the user's program, whatever it is
+        said = printable(str(exc).partition("\n")[0])
+        raise InvalidArgument(f"plan: model={shown(text)}: {type(exc).__name__}: {said}") from exc
+
+
+def _model_from_function(text: str) -> Model:
     where, _, name = text.rpartition(":")
     function = getattr(_module(where), name, None) if where and name else None
     if not callable(function):
@@ -201,10 +211,7 @@ def model_from_function(text: str) -> Model:
 def _module(where: str) -> Any:
     path = Path(where)
     if path.suffix != ".py":
-        try:
-            return importlib.import_module(where)
-        except ImportError as exc:
-            raise InvalidArgument(f"plan: cannot import {where}: {exc}") from exc
+        return importlib.import_module(where)
     if not path.is_file():
         raise InvalidArgument(f"plan: no such file: {where}")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -11,12 +11,13 @@ Model Training on GPU Clusters Using Megatron-LM", without biases):
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.from_text import call_of
-from mpisgd.plan.models.model import Layer, Model
+from mpisgd.plan.models.model import MOST_LAYERS, Layer, Model
 
 __all__ = ["gpt", "gpt_from_text"]
 
 BLOCK_ELEMENTS = 18  # kept, for each position and each of the width
 STATISTICS = 2 * 4  # bytes of a norm for each position: mean and deviation in float32
+MOST = 10**9  # of each other size than layers: sums of their products are floats
 ALL_REDUCES = 2  # behind attention, and behind the feed-forward layers
 
 
@@ -44,6 +45,9 @@ def gpt(
     sizes = {"layers": layers, "heads": heads, "dim": dim, "context": context, "vocabulary": vocabulary}
     for name, value in {**sizes, "itemsize": itemsize}.items():
         check_positive("gpt", name, value, whole=True)
+        most = MOST_LAYERS if name == "layers" else MOST
+        if value > most:
+            raise InvalidArgument(f"gpt: {name}={shown(value)}; expected at most {most}")
     if dim % heads:
         raise InvalidArgument(f"gpt: dim={dim} does not divide by heads={heads}")
     state = context * dim * itemsize
@@ -70,7 +74,9 @@ def gpt_from_text(text: str) -> Model:
     Raises:
         InvalidArgument: it is none.
     """
-    _, arguments, options = call_of("model", text)
+    name, arguments, options = call_of("model", text)
+    if name != "gpt":
+        raise InvalidArgument(f"model {shown(text)}: expected such as gpt(layers=24, dim=2048)")
     try:
         return gpt(*arguments, **options)
     except TypeError as exc:

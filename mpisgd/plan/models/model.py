@@ -17,6 +17,7 @@ from mpisgd.plan.cluster import Cluster, check_not_negative
 from mpisgd.plan.models.blocks import Block
 
 __all__ = [
+    "MOST_LAYERS",
     "OPTIMIZERS",
     "Gradient",
     "Layer",
@@ -30,6 +31,7 @@ __all__ = [
 Shape = tuple[int, ...]
 # A product of matrices forward is two of the same size backward: for the input, and for the weights.
 BACKWARD = 2.0
+MOST_LAYERS = 10**4  # more than that is mistyped, and would take hours to plan
 
 
 class OptimizerCost(NamedTuple):
