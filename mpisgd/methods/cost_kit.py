@@ -48,6 +48,8 @@ __all__ = [
     "ALL",
     "HOST",
     "LEADERS",
+    "REPLICAS",
+    "TENSOR",
     "Alloc",
     "Bucket",
     "Check",
@@ -67,6 +69,8 @@ __all__ = [
 ]
 
 ALL, HOST, LEADERS = "all", "host", "leaders"  # groups: all ranks; those of a host; the first of each host
+# Of layouts: ranks that divide the tensors of the same layers; those that have the same parameters.
+TENSOR, REPLICAS = "tensor", "replicas"
 
 
 # -- operations ------------------------------------------------------------------------------------------
@@ -151,7 +155,7 @@ class Collective(Op):
         graph: exchange: the `mpisgd.gossip.Graph`.
         phase: exchange: the step of the graph.
         meets: whether ranks wait for each other in it.
-        num_ranks: of another group; 0: `group` says it.
+        num_ranks: of the group; 0: `group` says it.
     """
 
     kind: str
