@@ -93,7 +93,7 @@ class Compute(Op):
     """The program computes, or a compressor in the queue.
 
     Attributes:
-        what: "forward", "backward", "forward, backward", "optimizer" or "compress".
+        what: "forward", "backward", "forward, backward", "optimizer", "compress"; of a layout, "products".
         share: of what the step takes for that without communication.
         bucket: forward: of these parameters; backward: until these gradients are complete. None: of all, and
             the rest.
@@ -103,6 +103,7 @@ class Compute(Op):
         by: "compress": the compressor.
         element_s: "compress": estimated seconds of an element on a core whose memory has 10 GB/s.
         stage: of a pipeline, which computes a micro-batch or updates.
+        operations: "products": multiplications and additions.
     """
 
     what: str
@@ -114,6 +115,7 @@ class Compute(Op):
     by: Any = None
     element_s: float = 0.0
     stage: int = -1
+    operations: int = 0
 
 
 @dataclass(frozen=True, eq=False)
