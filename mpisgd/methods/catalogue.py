@@ -4,13 +4,14 @@ The fuzzer, `verify`, and the tables of the documentation go through the example
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
 import mpisgd
 from mpisgd import compress
+from mpisgd.arguments import call_text
 from mpisgd.compress.compressor import Compressor
 from mpisgd.lazy_names import modules_of_names
 from mpisgd.methods.cast.cast import Cast
@@ -63,9 +64,4 @@ def text_of(value: Any) -> str:
     name = type(value).__name__
     homes = {"mpisgd": mpisgd, "mpisgd.compress": compress, "mpisgd.gossip": mpisgd.gossip}
     home = next(home for home, module in homes.items() if name in module.__all__)
-    given = [
-        f"{field.name}={text_of(getattr(value, field.name))}"
-        for field in fields(value)
-        if getattr(value, field.name) != field.default
-    ]
-    return f"{home}.{name}({', '.join(given)})"
+    return f"{home}.{call_text(value, text_of)}"

@@ -294,6 +294,7 @@ class Sizes:
         module_bytes: of the buffers of modules.
         activation_bytes: what is kept for the backward pass at most.
         cuts: whether the optimizer updates each element by itself, so that ranks may own parts of parameters.
+        layers: parameters that compute together, in the order of forward; (): it is not known which.
     """
 
     parameters: tuple[Parameter, ...]
@@ -304,6 +305,7 @@ class Sizes:
     module_bytes: int = 0
     activation_bytes: float = 0.0
     cuts: bool = True
+    layers: tuple[Bucket, ...] = ()
 
     @property
     def nbytes(self) -> int:
