@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
-
 import mpisgd
 from mpisgd import compress
 from mpisgd.arguments import call_text
 from mpisgd.compress.compressor import Compressor
 from mpisgd.lazy_names import modules_of_names
 from mpisgd.methods.cast.cast import Cast
-from mpisgd.methods.strategy.goes_with import averages_by_itself
+from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.methods.strategy.strategy import Strategy
 
 __all__ = ["compressors", "examples_that_go_together", "optimizers", "strategies", "text_of"]
@@ -26,9 +24,9 @@ def strategies() -> list[type[Strategy]]:
     return [each for each in _public() if _is_one(each, Strategy)]
 
 
-def optimizers() -> list[type[torch.optim.Optimizer]]:
+def optimizers() -> list[type[CompressedMomentumOptimizer]]:
     """Return the optimizers that average by themselves, in the order of their names."""
-    return [each for each in _public() if _is_one(each, torch.optim.Optimizer) and averages_by_itself(each)]
+    return [each for each in _public() if _is_one(each, CompressedMomentumOptimizer)]
 
 
 def _public() -> list[Any]:
