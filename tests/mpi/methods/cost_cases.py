@@ -170,6 +170,8 @@ class MethodCase(Case):
             self.optimizer.zero_grad()
             self.model(torch.zeros(())).backward()
             self.optimizer.step()
+        if getattr(self.strategy, "overlap_forward", False):
+            self.optimizer.synchronizer.wait()  # what the next forward would wait for
 
     def said_bytes(self, steps) -> Range:
         """Bytes of these steps, one rank on each host."""

@@ -31,8 +31,6 @@ def refused(case) -> bool:
     """Whether a cost says that nobody can know it before; it must, where that is so."""
     if not isinstance(case, MethodCase) or type(case.compressor) is not BY_DATA:
         return False
-    if case.strategy == mpisgd.ParameterServer("sync"):
-        return False
     with pytest.raises(mpisgd.InvalidArgument, match="depend on the gradients"):
         case.ops(mpisgd.size(), range(1, 9))
     return True
