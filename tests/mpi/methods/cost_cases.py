@@ -170,7 +170,7 @@ class MethodCase(Case):
             self.optimizer.zero_grad()
             self.model(torch.zeros(())).backward()
             self.optimizer.step()
-        if getattr(self.strategy, "overlap_forward", False):
+        if hasattr(self.optimizer, "synchronizer") and hasattr(self.optimizer.synchronizer, "wait"):
             self.optimizer.synchronizer.wait()  # what the next forward would wait for
 
     def said_bytes(self, steps) -> Range:
@@ -219,18 +219,28 @@ ESTIMATED = 0.005
 CHUNKS = 2 * 2**19 + 2**17
 
 
-def methods() -> Iterator[MethodCase]:
-    """Every example, with every kind of compressor that it goes with; and optimizers."""
+def methods(ratio: float | None = None) -> Iterator[MethodCase]:
+    """Every example, with every kind of compressor that it goes with; and optimizers.
+
+    Args:
+        ratio: of elements that are sent, in place of those of the examples, which are for tiny models.
+    """
     met: set[tuple[type, type]] = set()
     for strategy, compressor in catalogue.examples_that_go_together():
         pair = type(strategy), type(compressor)
         if pair in met and not (strategy == mpisgd.Synchronous() or compressor == NONE):
             continue
         met.add(pair)
-        yield MethodCase(strategy, compressor)
+        yield MethodCase(strategy, compressor if ratio is None else _with_ratio(compressor, ratio))
     for kind in catalogue.optimizers():
         for settings in kind.examples():
             yield MethodCase(mpisgd.Synchronous(), NONE, kind, settings)
+
+
+def _with_ratio(compressor, ratio: float):
+    if hasattr(compressor, "compressor"):
+        return replace(compressor, compressor=_with_ratio(compressor.compressor, ratio))
+    return replace(compressor, ratio=ratio) if hasattr(compressor, "ratio") else compressor
 
 
 def placements(folder: str) -> Iterator[MethodCase]:

@@ -20,10 +20,16 @@ from mpisgd.sharding.offload import block_cache
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-CASES = [
-    pytest.param(case, id=case.name, marks=() if case.is_short else pytest.mark.long)
-    for case in itertools.chain(methods(), placements(tempfile.gettempdir()), pipelines(), layouts())
-]
+
+def cases(ratio: float | None = None):
+    """All, with names."""
+    others = placements(tempfile.gettempdir()), pipelines(), layouts()
+    return [
+        pytest.param(case, id=case.name, marks=() if case.is_short else pytest.mark.long)
+        for case in itertools.chain(methods(ratio), *others)
+    ]
+
+
 BY_DATA = compress.Threshold
 
 
@@ -41,7 +47,7 @@ def skip_replicas(case) -> None:
         pytest.skip("has another number of ranks")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases())
 def test_bytes_are_those_of_the_cost(case, monkeypatch):
     """In the steps before those that stand for all, too: a warm-up, a freeze."""
     if refused(case):
@@ -66,7 +72,7 @@ def test_bytes_are_those_of_the_cost(case, monkeypatch):
         case.close()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(ratio=0.01))
 def test_peak_memory_is_that_of_the_cost(case, monkeypatch):
     if refused(case):
         return
