@@ -4,7 +4,8 @@ import operator
 import os
 import reprlib
 import sys
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mpisgd.errors import InvalidArgument, ShapeMismatch
 __all__ = [
     "as_index",
     "as_path",
+    "call_text",
     "check_callable",
     "check_count",
     "check_flag",
@@ -37,6 +39,22 @@ MAX_RANKS = 12  # that a message lists
 def shown(value: Any) -> str:
     """Return what a message says of a value: short, whatever was passed."""
     return reprlib.repr(value)
+
+
+def call_text(value: Any, write: Callable[[Any], str] | None = None) -> str:
+    """Return the call that makes a dataclass, without what is as by default.
+
+    Args:
+        value: the dataclass.
+        write: of what is in it; by default the same of dataclasses, and `repr` of all else.
+    """
+    write = write or (lambda each: call_text(each) if is_dataclass(each) else repr(each))
+    given = [
+        f"{field.name}={write(getattr(value, field.name))}"
+        for field in fields(value)
+        if getattr(value, field.name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
 
 
 def printable(text: str) -> str:

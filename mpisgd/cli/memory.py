@@ -2,6 +2,7 @@
 
 python -m mpisgd memory --model train:make_model --optimizer AdamW --ranks 8
 python -m mpisgd memory --parameters 7.5e9 --dtype bfloat16 --master float32 --optimizer Adam --ranks 64
+python -m mpisgd memory --model train:make_model --ranks 8 --strategy 'Sharded(offload=Offload("/tmp"))'
 """
 
 import importlib
@@ -30,9 +31,11 @@ def memory(
     master: str = typer.Option("", help="Precision of updates, such as float32 for a model in bfloat16."),
     ranks: int = typer.Option(1, min=1, help="How many ranks train together."),
     ranks_per_host: int | None = typer.Option(None, min=1, help="How many of them share a host; all."),
+    strategy: list[str] = typer.Option([], help="Such as DiLoCo(100); several times for several."),
 ) -> None:
     """Print what each rank will keep in memory for a training, by strategy. Starts no job."""
     # Here, since it loads torch: seconds that `--help` need not take.
+    from mpisgd.methods.from_text import strategy_from_text
     from mpisgd.optim.memory_estimate import estimate_memory
 
     with bad_input():
@@ -47,6 +50,7 @@ def memory(
             ranks=ranks,
             ranks_per_host=ranks_per_host,
             master_dtype=_master(master, made) if master else None,
+            strategies=list(map(strategy_from_text, strategy)) or None,
         )
     typer.echo(estimates)
 

@@ -7,7 +7,7 @@ next: what compression left out (a residual), or a factor to start from.
 
 import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpisgd.arguments import call_text
 from mpisgd.core.group import Group
 from mpisgd.dtypes import FLOATING, ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -209,12 +210,7 @@ class Compressor(abc.ABC):
     @property
     def short_name(self) -> str:
         """The compressor as a program would write it: without what is as by default."""
-        given = [
-            f"{field.name}={value.short_name if isinstance(value, Compressor) else repr(value)}"
-            for field in fields(self)
-            if (value := getattr(self, field.name)) != field.default
-        ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return call_text(self, lambda each: each.short_name if isinstance(each, Compressor) else repr(each))
 
     @cached_property
     def traits(self) -> Traits:

@@ -1,13 +1,13 @@
-"""What a training step costs in a layout, counted without doing it: bytes sent, bytes held, operations.
+"""What a training step costs in a layout, found without doing it: bytes sent, bytes held, operations.
 
 A copy of the model without numbers (torch's FakeTensorMode) is laid out and run forward and backward.
-DTensor then does what it would do, and each collective and each operation on a rank's parts is counted as
-it is dispatched.
+DTensor then does what it would do, and each collective and each product on a rank's parts is noted as it is
+dispatched: that is the stream of operations of a step, see `mpisgd.methods.cost_kit`.
 """
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -24,10 +24,17 @@ from torch.utils.flop_counter import flop_registry
 from mpisgd.layouts.dimension_names import DimensionNames
 from mpisgd.layouts.distribution import distribute
 from mpisgd.layouts.rules import LayoutRules
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.cost_kit import TENSOR, Alloc, Collective, Compute, Op, World
+from mpisgd.methods.costs import wire_of
+from mpisgd.methods.peak_memory import peak_of
+from mpisgd.methods.wire_bytes import sent_bytes
 
 __all__ = ["LayoutCost", "count_cost"]
 
 Loss = Callable[[Any], Tensor]
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class LayoutCost:
         parameter_bytes: of the rank's parts of the parameters.
         activation_bytes: what autograd keeps for backward.
         operations: multiplications and additions of matrices.
+        ops: the step that these are of.
     """
 
     sent_bytes: int
@@ -48,10 +56,12 @@ class LayoutCost:
     parameter_bytes: int
     activation_bytes: int
     operations: int
+    ops: tuple[Op, ...] = field(default=(), repr=False, compare=False)
 
     def held_bytes(self, state_copies: int = 2) -> int:
         """Return parameters, gradients, the optimizer's state (2 copies: Adam) and activations together."""
-        return (2 + state_copies) * self.parameter_bytes + self.activation_bytes
+        state = Alloc("optimizer", state_copies * self.parameter_bytes)
+        return int(peak_of([*self.ops, state]).total)
 
 
 def count_cost(
@@ -75,14 +85,29 @@ def count_cost(
     with FakeTensorMode(allow_non_fake_inputs=True):
         twin = distribute(_without_numbers(model, mesh.device_type), rules, names, mesh, src=None)
         inputs = [_empty(arg, mesh.device_type) if isinstance(arg, Tensor) else arg for arg in example]
-        kept, counter = _Kept(twin), _Counter()
-        with counter:
+        kept, step = _Kept(twin), _Step()
+        with step:
             with saved_tensors_hooks(kept.pack, lambda tensor: tensor):
                 output = twin(*inputs)
                 total = output.sum() if loss is None else loss(output)
             total.backward()
     parts = sum(local_part(param).nbytes for param in twin.parameters())
-    return LayoutCost(counter.sent_bytes, counter.num_collectives, parts, kept.nbytes, counter.operations)
+    held = {"parameters": parts, "gradients": parts, "activations": kept.nbytes}
+    return _read((*(Alloc(what, nbytes) for what, nbytes in held.items()), *step.ops), mesh.size())
+
+
+def _read(ops: tuple[Op, ...], num_ranks: int) -> LayoutCost:
+    """Return what a step costs by its operations."""
+    memory = peak_of(ops)
+    sent = sent_bytes(ops, World(1, num_ranks, wire_of(Compression.none)))
+    return LayoutCost(
+        sent_bytes=round(sum(sent.values())),
+        num_collectives=sum(isinstance(op, Collective) for op in ops),
+        parameter_bytes=int(memory.parameters),
+        activation_bytes=int(memory.activations),
+        operations=sum(op.operations for op in ops if isinstance(op, Compute)),
+        ops=ops,
+    )
 
 
 def _without_numbers(model: nn.Module, device_type: str) -> nn.Module:
@@ -126,18 +151,13 @@ def _storage(tensor: Tensor) -> int:
     return address
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is dispatched: the collectives of this rank, and its share of products of matrices."""
+class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what is dispatched: the collectives of this rank, and its share of products of matrices."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = self.num_collectives = 0
-        self._sent = 0.0
+        self.ops: list[Op] = []
         self._inside = False  # an operation on DTensors
-
-    @property
-    def sent_bytes(self) -> int:
-        return round(self._sent)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, is_divided = kwargs or {}, any(issubclass(kind, DTensor) for kind in types)
@@ -151,11 +171,11 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             out = func(*args, **kwargs)
         if func.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
-            self._sent += _sent_bytes(func._opname, args, out)
-            self.num_collectives += func._opname != "wait_tensor"
+            if func._opname != "wait_tensor":
+                self.ops.append(_collective(func._opname, args, out))
         elif func._overloadpacket in flop_registry and not self._inside:
             operations = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            self.operations += operations // _num_parts(out)
+            self.ops.append(Compute("products", operations=operations // _num_parts(out)))
         return out
 
 
@@ -168,17 +188,10 @@ def _num_parts(out: Any) -> int:
     return prod(mesh.size(axis) for axis, where in enumerate(first.placements) if not where.is_replicate())
 
 
-def _sent_bytes(name: str, args: Sequence[Any], out: Any) -> float:
-    """Return what a rank sends in a collective, on average over the ranks."""
-    if name == "wait_tensor":
-        return 0.0
-    size = _resolve_process_group(args[-1]).size()
-    if name.startswith("all_reduce"):
-        nbytes = 2 * args[0].nbytes
-    elif name.startswith("all_gather"):
-        nbytes = out.nbytes
-    elif name.startswith(("reduce_scatter", "all_to_all")):
-        nbytes = args[0].nbytes
-    else:
+def _collective(name: str, args: Sequence[Any], out: Any) -> Collective:
+    """Return a collective, of the bytes that `Collective` counts."""
+    kind = next((each for each in COLLECTIVES if name.startswith(each)), None)
+    if kind is None:
         raise NotImplementedError(name)
-    return float((size - 1) / size * nbytes)
+    nbytes = out.nbytes if kind == "all_gather" else args[0].nbytes
+    return Collective(kind, nbytes, TENSOR, num_ranks=_resolve_process_group(args[-1]).size())

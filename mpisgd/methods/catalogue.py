@@ -4,17 +4,16 @@ The fuzzer, `verify`, and the tables of the documentation go through the example
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
-
-import torch
 
 import mpisgd
 from mpisgd import compress
+from mpisgd.arguments import call_text
 from mpisgd.compress.compressor import Compressor
 from mpisgd.lazy_names import modules_of_names
 from mpisgd.methods.cast.cast import Cast
-from mpisgd.methods.strategy.goes_with import averages_by_itself
+from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.methods.strategy.strategy import Strategy
 
 __all__ = ["compressors", "examples_that_go_together", "optimizers", "strategies", "text_of"]
@@ -25,9 +24,9 @@ def strategies() -> list[type[Strategy]]:
     return [each for each in _public() if _is_one(each, Strategy)]
 
 
-def optimizers() -> list[type[torch.optim.Optimizer]]:
+def optimizers() -> list[type[CompressedMomentumOptimizer]]:
     """Return the optimizers that average by themselves, in the order of their names."""
-    return [each for each in _public() if _is_one(each, torch.optim.Optimizer) and averages_by_itself(each)]
+    return [each for each in _public() if _is_one(each, CompressedMomentumOptimizer)]
 
 
 def _public() -> list[Any]:
@@ -63,9 +62,4 @@ def text_of(value: Any) -> str:
     name = type(value).__name__
     homes = {"mpisgd": mpisgd, "mpisgd.compress": compress, "mpisgd.gossip": mpisgd.gossip}
     home = next(home for home, module in homes.items() if name in module.__all__)
-    given = [
-        f"{field.name}={text_of(getattr(value, field.name))}"
-        for field in fields(value)
-        if getattr(value, field.name) != field.default
-    ]
-    return f"{home}.{name}({', '.join(given)})"
+    return f"{home}.{call_text(value, text_of)}"

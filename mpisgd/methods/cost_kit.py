@@ -48,6 +48,8 @@ __all__ = [
     "ALL",
     "HOST",
     "LEADERS",
+    "REPLICAS",
+    "TENSOR",
     "Alloc",
     "Bucket",
     "Check",
@@ -67,6 +69,8 @@ __all__ = [
 ]
 
 ALL, HOST, LEADERS = "all", "host", "leaders"  # groups: all ranks; those of a host; the first of each host
+# Of layouts: ranks that divide the tensors of the same layers; those that have the same parameters.
+TENSOR, REPLICAS = "tensor", "replicas"
 
 
 # -- operations ------------------------------------------------------------------------------------------
@@ -89,7 +93,7 @@ class Compute(Op):
     """The program computes, or a compressor in the queue.
 
     Attributes:
-        what: "forward", "backward", "forward, backward", "optimizer" or "compress".
+        what: "forward", "backward", "forward, backward", "optimizer", "compress"; of a layout, "products".
         share: of what the step takes for that without communication.
         bucket: forward: of these parameters; backward: until these gradients are complete. None: of all, and
             the rest.
@@ -99,6 +103,7 @@ class Compute(Op):
         by: "compress": the compressor.
         element_s: "compress": estimated seconds of an element on a core whose memory has 10 GB/s.
         stage: of a pipeline, which computes a micro-batch or updates.
+        operations: "products": multiplications and additions.
     """
 
     what: str
@@ -110,6 +115,7 @@ class Compute(Op):
     by: Any = None
     element_s: float = 0.0
     stage: int = -1
+    operations: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +157,7 @@ class Collective(Op):
         graph: exchange: the `mpisgd.gossip.Graph`.
         phase: exchange: the step of the graph.
         meets: whether ranks wait for each other in it.
-        num_ranks: of another group; 0: `group` says it.
+        num_ranks: of the group; 0: `group` says it.
     """
 
     kind: str
@@ -288,6 +294,7 @@ class Sizes:
         module_bytes: of the buffers of modules.
         activation_bytes: what is kept for the backward pass at most.
         cuts: whether the optimizer updates each element by itself, so that ranks may own parts of parameters.
+        layers: parameters that compute together, in the order of forward; (): it is not known which.
     """
 
     parameters: tuple[Parameter, ...]
@@ -298,6 +305,7 @@ class Sizes:
     module_bytes: int = 0
     activation_bytes: float = 0.0
     cuts: bool = True
+    layers: tuple[Bucket, ...] = ()
 
     @property
     def nbytes(self) -> int:

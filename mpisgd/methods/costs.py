@@ -29,14 +29,16 @@ class MethodCost(NamedTuple):
     Attributes:
         steps: its `cost`, of sizes, ranks and a step.
         in_cycle: its `cycle`, of ranks.
+        also_alone: whether it is another than training without communication if there is one rank.
     """
 
     steps: Callable[[Sizes, World, int], Iterator[Op]]
     in_cycle: Callable[[World], Cycle]
+    also_alone: bool = False
 
     def cost(self, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
-        """Yield what a step takes; a rank alone trains without communication, whatever the method."""
-        if world.size > 1:
+        """Yield what a step takes; a rank alone trains without communication, by almost all methods."""
+        if world.size > 1 or self.also_alone:
             yield from self.steps(sizes, world, step)
         elif step:
             yield from unsent_step(sizes)
@@ -73,7 +75,8 @@ def cost_of(
             f"plan: {strategy} is not planned; expected a strategy of mpisgd, or one with a method "
             "cost(sizes, world, step), see mpisgd.methods.cost_kit"
         )
-    return MethodCost(partial(module.cost, strategy), partial(module.cycle, strategy))
+    also_alone = getattr(module, "also_alone", lambda _: False)(strategy)
+    return MethodCost(partial(module.cost, strategy), partial(module.cycle, strategy), also_alone)
 
 
 def _every_step(world: World) -> Cycle:

@@ -155,10 +155,25 @@ class Paper(Generic[S]):
     Attributes:
         leaves_frozen: whether x lacks parameters that are frozen now; they stay as they are.
         depends_on: folders of other papers, to be read with this one.
+
+    Of a compressor, what decides which programs can be compared with it, and how:
+
+        of_chunks: whether what becomes of a parameter depends on where it lies among all that travel.
+        of_buckets: or in its bucket, as random numbers do.
+        of_memory: or on the order of its elements in memory; so do these.
+        counts: whether it depends on how many reductions there were.
+        rounds: whether exact numbers do not stay so, as they are multiplied or divided.
+        chooses: whether it takes some of several equal elements.
     """
 
     leaves_frozen: ClassVar[bool] = False
     depends_on: ClassVar[tuple[str, ...]] = ()
+    of_chunks: ClassVar[bool] = False
+    of_buckets: ClassVar[bool] = False
+    of_memory: ClassVar[bool] = False
+    counts: ClassVar[bool] = False
+    rounds: ClassVar[bool] = True
+    chooses: ClassVar[bool] = False
 
     def start(self, x: dict[int, Vec], w: World) -> S:
         """Return what is kept before the first step."""

@@ -14,11 +14,11 @@ TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
 
 def sent_bytes(ops: Iterable[Op], world: World) -> dict[str, float]:
-    """Return the bytes by group: among all ranks, on each host, and by each host's first rank to others."""
+    """Return the bytes by group; of ALL, HOST and LEADERS also where there are none."""
     found = dict.fromkeys((ALL, HOST, LEADERS), 0.0)
     for op in ops:
         if isinstance(op, Collective):
-            found[op.group] += _sent(op, world)
+            found[op.group] = found.get(op.group, 0.0) + _sent(op, world)
         elif isinstance(op, Send):
             found[ALL] += op.nbytes
     return found

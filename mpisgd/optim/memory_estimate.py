@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.arguments import check_positive
+from mpisgd.arguments import call_text, check_positive
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.methods.cast.cast import Compression
-from mpisgd.methods.cost_kit import Sizes, World
+from mpisgd.methods.cost_kit import Bucket, Sizes, World
 from mpisgd.methods.costs import cost_of, wire_of
 from mpisgd.methods.peak_memory import peak_memory
 from mpisgd.methods.sharded.sharded import Sharded
@@ -27,6 +27,7 @@ from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.optim.wrapped_class import wrapped_class
 from mpisgd.sharding.elementwise import KNOWN, is_known_step
+from mpisgd.sharding.layerwise.layers import layers_of
 
 __all__ = ["MemoryEstimate", "MemoryEstimates", "OptimizerLike", "estimate_memory", "state_bytes"]
 
@@ -90,7 +91,7 @@ def _nbytes(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-COLUMNS = ("strategy", "parameters", "gradients", "optimizer state", "buckets", "total")
+COLUMNS = ("strategy", "parameters", "gradients", "optimizer state", "buckets", "copies", "total")
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class MemoryEstimate:
         strategy: what `DistributedOptimizer` is given.
         parameters: of the model, and its buffers; shared memory counts 1/m for each of m ranks.
         gradients: from the end of backward until the step.
-        optimizer_state: copies in a higher precision included.
+        optimizer_state: copies in a higher precision included; of what is in files, the blocks in memory.
         buckets: gradients on their way, beside `gradients`, at the most.
+        copies: of parameters, which the strategy keeps, or needs while it communicates.
     """
 
     strategy: str
@@ -110,17 +112,25 @@ class MemoryEstimate:
     gradients: int
     optimizer_state: int
     buckets: int
+    copies: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer_state + self.buckets
+        return sum(self._parts)
+
+    @property
+    def _parts(self) -> tuple[int, ...]:
+        return self.parameters, self.gradients, self.optimizer_state, self.buckets, self.copies
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """A line of the table."""
+        return (self.strategy, *map(as_size, (*self._parts, self.total)))
 
     def __str__(self) -> str:
         """The same in one line."""
-        parts = (self.parameters, self.gradients, self.optimizer_state, self.buckets, self.total)
-        named = ", ".join(f"{name} {as_size(n)}" for name, n in zip(COLUMNS[1:], parts, strict=True))
-        return f"{self.strategy}: {named}"
+        return f"{self.strategy}: " + ", ".join(map(" ".join, zip(COLUMNS[1:], self.row[1:], strict=True)))
 
 
 @dataclass(frozen=True)
@@ -147,16 +157,10 @@ class MemoryEstimates:
 
     def __str__(self) -> str:
         """A table, a strategy per line."""
-        rows = [COLUMNS, *(_row(estimate) for estimate in self.estimates)]
+        rows = [COLUMNS, *(estimate.row for estimate in self.estimates)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(_aligned(row, widths)) for row in rows]
         return "\n".join([f"each of {self.ranks} ranks, {self.ranks_per_host} per host", "", *lines])
-
-
-def _row(estimate: MemoryEstimate) -> tuple[str, ...]:
-    e = estimate
-    numbers = (e.parameters, e.gradients, e.optimizer_state, e.buckets, e.total)
-    return (e.strategy, *map(as_size, numbers))
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
@@ -180,6 +184,7 @@ def estimate_memory(
     master_dtype: torch.dtype | None = None,
     state_per_parameter: float | None = None,
     bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
+    strategies: Sequence[Strategy] | None = None,
 ) -> MemoryEstimates:
     """Return what each rank will keep in memory, for every way of dividing it. Needs no job, and no memory.
 
@@ -193,9 +198,12 @@ def estimate_memory(
         master_dtype: see `Sharded`; in all lines, so that they compare.
         state_per_parameter: bytes of optimizer state per parameter, for an optimizer that cannot be asked.
         bucket_cap_bytes: see `DistributedOptimizer`.
+        strategies: to ask about, such as `mpisgd.Sharded(2, offload=mpisgd.Offload("/scratch"))`; by default
+            `Synchronous()` and `Sharded` with both stages. Each also with `share_parameters=True`, where it
+            goes with that and several ranks share a host.
 
     Raises:
-        InvalidArgument: a number makes no sense, or the optimizer cannot be asked.
+        InvalidArgument: a number makes no sense, the optimizer cannot be asked, or a strategy has no cost.
     """
     check_positive("estimate_memory", "ranks", ranks, whole=True)
     here = ranks if ranks_per_host is None else ranks_per_host
@@ -206,21 +214,22 @@ def estimate_memory(
     sizes = _sizes(model, optimizer, master_dtype, state_per_parameter, bucket_cap_bytes)
     world = World(ranks // here, here, wire_of(Compression.none))
     placements = [world, world._replace(shares=True)] if here > 1 else [world]
-    return MemoryEstimates(
-        ranks,
-        here,
-        tuple(
-            _estimate(strategy, sizes, each)
-            for each in placements
-            for strategy in ((Synchronous(), Sharded(1), Sharded(2)) if ranks > 1 else (Synchronous(),))
-        ),
+    if strategies is None:
+        strategies = (Synchronous(), Sharded(1), Sharded(2)) if ranks > 1 else (Synchronous(),)
+    estimates = (
+        _estimate(strategy, sizes, each)
+        for each in placements
+        for strategy in strategies
+        if not each.shares or strategy.goes_with.share_parameters.goes
     )
+    return MemoryEstimates(ranks, here, tuple(estimates))
 
 
 def _estimate(strategy: Strategy, sizes: Sizes, world: World) -> MemoryEstimate:
     found = peak_memory(cost_of(strategy), sizes, world)
-    name = f"Sharded(stage={strategy.stage})" if isinstance(strategy, Sharded) else "Synchronous()"
-    parts = (found.parameters, found.gradients, found.optimizer, found.buffers)
+    name = f"Sharded(stage={strategy.stage})" if strategy == Sharded() else call_text(strategy)
+    copies = found.strategy + found.compression
+    parts = (found.parameters, found.gradients, found.optimizer, found.buffers, copies)
     return MemoryEstimate(name + ", share_parameters" * world.shares, *map(math.ceil, parts))
 
 
@@ -242,7 +251,17 @@ def _sizes(
         cap_bytes,
         frozen_bytes=sum(param.nbytes for param in params if not param.requires_grad),
         module_bytes=sum(buffer.nbytes for buffer in buffers),
+        layers=_layers(model) if isinstance(model, torch.nn.Module) else (),
         cuts=optimizer is None or _is_elementwise(optimizer),
+    )
+
+
+def _layers(model: torch.nn.Module) -> tuple[Bucket, ...]:
+    """Return what `offload_parameters` has in memory together."""
+    layers = [list(layer.parameters(recurse=layer is not model)) for layer in layers_of(model)]
+    return tuple(
+        Bucket(number, tuple(parameter(0, p.shape, p.itemsize, 0) for p in params))
+        for number, params in enumerate(layers)
     )
 
 

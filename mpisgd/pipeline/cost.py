@@ -15,7 +15,18 @@ A send that is not through by the next one holds its gradient longer: whoever re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mpisgd.methods.cost_kit import Alloc, Check, Collective, Compute, Free, Op, Send, Wait
+from mpisgd.methods.cost_kit import (
+    REPLICAS,
+    TENSOR,
+    Alloc,
+    Check,
+    Collective,
+    Compute,
+    Free,
+    Op,
+    Send,
+    Wait,
+)
 from mpisgd.pipeline.schedules.action import LOOK_AHEAD, Action, Kind
 from mpisgd.pipeline.schedules.schedule import Schedule
 from mpisgd.pipeline.schedules.shape import PipelineShape
@@ -35,6 +46,9 @@ class StageSizes:
         output_bytes: what goes to each stage that takes something; as much comes back from there.
         kept_bytes: what forward keeps until backward, outputs included, besides what has come from others.
         pass_bytes: what backward needs besides, at most.
+        tensor_ranks: that divide the tensors of its layers, of which this is one.
+        forward_sums: bytes of the activations that these ranks all-reduce forward, one after the other.
+        backward_sums: likewise backward.
     """
 
     parameter_bytes: float
@@ -42,6 +56,15 @@ class StageSizes:
     output_bytes: dict[int, float]
     kept_bytes: float
     pass_bytes: float = 0.0
+    tensor_ranks: int = 1
+    forward_sums: tuple[float, ...] = ()
+    backward_sums: tuple[float, ...] = ()
+
+    def sums(self, nbytes: Sequence[float]) -> Iterator[Op]:
+        """Yield all-reduces of activations."""
+        for each in nbytes if self.tensor_ranks > 1 else ():
+            yield Check(TENSOR)
+            yield Collective("all_reduce", each, TENSOR, num_ranks=self.tensor_ranks)
 
 
 def cost(
@@ -51,6 +74,7 @@ def cost(
     rank: int,
     num_steps: int = 1,
     tie_bytes: Sequence[float] = (),
+    num_pipelines: int = 1,
 ) -> Iterator[Op]:
     """Yield what a rank has, and does in so many steps, from an empty pipeline to an empty one.
 
@@ -61,8 +85,10 @@ def cost(
         rank: within the pipeline.
         num_steps: see above; with a schedule that flushes all steps are alike.
         tie_bytes: of the tied parameters of each tie.
+        num_pipelines: that train together: before it updates a rank means all its gradients with those of
+            the same rank of the others.
     """
-    own = _Rank(shape, stages, rank, tie_bytes)
+    own = _Rank(shape, stages, rank, tie_bytes, num_pipelines)
     yield from own.kept()
     for step in range(num_steps):
         if schedule.flushes or not step:
@@ -82,6 +108,7 @@ class _Rank:
     stages: Sequence[StageSizes]
     rank: int
     tie_bytes: Sequence[float]
+    num_pipelines: int
     has_forwarded: set[tuple[int, int]] = field(default_factory=set)
     has_gradients: set[int] = field(default_factory=set)
     oldest: dict[int, int] = field(default_factory=dict)  # version of a stage's weights
@@ -121,7 +148,8 @@ class _Rank:
             yield Wait(str(action))
         elif action.kind is Kind.FORWARD:
             self.has_forwarded.add((action.stage, action.micro_batch))
-            yield Alloc("activations", self.stages[action.stage].kept_bytes)
+            yield Alloc("activations", self._own(action).kept_bytes)
+            yield from self._own(action).sums(self._own(action).forward_sums)
             yield Compute("forward", stage=action.stage)
         elif action.kind is Kind.BACKWARD:
             yield from self._backward(action)
@@ -129,6 +157,9 @@ class _Rank:
             yield from self._update(action)
         else:
             yield from self._reduce(action)
+
+    def _own(self, action: Action) -> StageSizes:
+        return self.stages[action.stage]
 
     def _send(self, action: Action) -> Iterator[Op]:
         yield from self.settle()
@@ -146,6 +177,7 @@ class _Rank:
             yield Alloc("gradients", sizes.parameter_bytes)
         yield Alloc("activations", sizes.pass_bytes)
         yield Alloc("buffers", sum(sources.values()))  # gradients of what has come
+        yield from sizes.sums(sizes.backward_sums)
         yield Compute("backward", stage=number)
         yield Free("activations", sizes.pass_bytes + sizes.kept_bytes)
         theirs = [src for src in sources if shape.rank_of(src, action.micro_batch) != self.rank]
@@ -160,6 +192,11 @@ class _Rank:
         if action.keep_from <= newest:
             yield Alloc("strategy", nbytes)
         self.oldest[number] = min(max(kept, action.keep_from), action.version)
+        if self.num_pipelines > 1 and number == self.shape.stages_of(self.rank)[0]:
+            held = sum(self.stages[each].parameter_bytes for each in self.shape.stages_of(self.rank))
+            yield Check(REPLICAS)
+            yield Collective("all_reduce", held, REPLICAS, num_ranks=self.num_pipelines)
+            yield Wait()
         yield Compute("optimizer", stage=number)
         self.has_gradients.discard(number)
         yield Free("gradients", nbytes)

@@ -42,15 +42,10 @@ Division = tuple[int, int]  # ranks, and those of each host; 0: all are on one
 DIVISIONS: tuple[Division, ...] = ((3, 0), (2, 0), (4, 2), (3, 1), (4, 0), (2, 1), (3, 2), (1, 0))
 ALL_DIVISIONS: tuple[Division, ...] = (*DIVISIONS, (8, 0), (8, 4), (8, 3), (5, 2))
 MOMENTUM = (("lr", 0.25), ("momentum", 0.5))
-ONE_BIT = (
-    Optimizer("OneBitAdam", (("lr", 0.01), ("freeze_step", 2))),
-    Optimizer("OneBitAdam", (("lr", 0.01), ("freeze_step", 100))),
-    Optimizer(
-        "ZeroOneAdam",
-        (("lr", 0.01), ("var_freeze_step", 3), ("var_update_scaler", 1), ("local_step_scaler", 1)),
-    ),
-    Optimizer("ZeroOneAdam", (("lr", 0.01), ("var_freeze_step", 100), ("var_update_scaler", 100))),
-    Optimizer("OneBitLamb", (("lr", 0.01), ("freeze_step", 2))),
+ONE_BIT = tuple(
+    Optimizer(kind.__name__, (("lr", 0.01), *settings.items()))
+    for kind in catalogue.optimizers()
+    for settings in kind.examples()
 )
 
 Run = Callable[[Program], Verdict]

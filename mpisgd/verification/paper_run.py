@@ -25,7 +25,7 @@ The parameters of all ranks are then what they must be: `run.x[rank][name]`, whi
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +38,16 @@ from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.verification.draws import BucketDraws, Layout
 
-__all__ = ["Definition", "PaperRun", "Saved", "bucket_of", "gradients", "needs_closure", "sum_in_order"]
+__all__ = [
+    "Definition",
+    "PaperRun",
+    "Saved",
+    "bucket_of",
+    "carried_over",
+    "gradients",
+    "needs_closure",
+    "sum_in_order",
+]
 
 Sum = Callable[[Mapping[int, Tensor]], Tensor]
 
@@ -213,7 +222,8 @@ class PaperRun:
                 for rank, mine in added.items()
             }
             self.x = {rank: Vec({**self.x[rank], **fresh[rank]}) for rank in self.ranks}
-            self.state = _joined(self.state, self.paper.start(fresh, self._world()))
+            begun = self.paper.start(fresh, self._world())
+            self.state = carried_over(self.state, begun, {rank: rank for rank in self.ranks})
         return self._world(weight)
 
     def _end(self, w: World) -> None:
@@ -253,7 +263,8 @@ class PaperRun:
         hosts = (tuple(other for other in host if other != rank) for host in self._hosts)
         self._hosts = tuple(filter(None, hosts))
         self.x = {other: self.x[other] for other in self.ranks}
-        self.state = _without(self.state, rank, self.paper.start(self.x, self._world()))
+        begun = self.paper.start(self.x, self._world())
+        self.state = carried_over(self.state, begun, {other: other for other in self.ranks})
 
     # -- parameters and optimizers ------------------------------------------------------------------
 
@@ -295,31 +306,37 @@ class PaperRun:
         return self._values(rank).only(x)
 
 
-def _joined(state: Any, added: Any) -> Any:
-    """Return a state with the entries for parameters that were added."""
-    if added is None:
-        return state
-    if isinstance(state, Vec):
-        return Vec({**added, **state})
-    if isinstance(state, dict):
-        return {key: _joined(value, added.get(key)) for key, value in state.items()}
-    if not hasattr(state, "__dataclass_fields__"):
-        return state
-    return replace(
-        state, **{f.name: _joined(*(getattr(s, f.name) for s in (state, added))) for f in fields(state)}
-    )
+def carried_over(state: Any, fresh: Any, was: Mapping[int, int]) -> Any:
+    """Return a paper's state after ranks or parameters have changed.
 
+    What is alike stays, and so does what is a rank's own, where it has it back; what is to be rebuilt stays
+    where all ranks have their own back. Elsewhere it is fresh, and so are entries for new parameters.
 
-def _without(state: Any, rank: int, fresh: Any) -> Any:
-    """Return a state without what was a lost rank's own."""
-    if state is None:
-        return None
-    kept = {}
+    Args:
+        state: as it was.
+        fresh: of the ranks and parameters of now, as they would begin.
+        was: which rank each one was that has its own back.
+    """
+    if not is_dataclass(state) or isinstance(state, type):
+        return state
+    kept: dict[str, Any] = {}
     for each in fields(state):
         value, anew = getattr(state, each.name), getattr(fresh, each.name)
-        if each.metadata[OWNER] == "part":
-            kept[each.name] = _without(value, rank, anew)
-        elif each.metadata[OWNER] == "own":
-            dropped = {other: mine for other, mine in value.items() if other != rank}
-            kept[each.name] = anew if each.metadata[LOST] == REBUILD else dropped
+        owner = each.metadata[OWNER]
+        if owner == "part":
+            kept[each.name] = carried_over(value, anew, was)
+        elif owner != "own":
+            kept[each.name] = _with_new(value, anew)
+        elif each.metadata[LOST] == REBUILD and any(
+            value.keys() ^ was.keys() or i != j for i, j in was.items()
+        ):
+            kept[each.name] = anew
+        else:
+            mine = {i: _with_new(value[j], anew.get(i)) for i, j in was.items() if j in value}
+            kept[each.name] = {**anew, **mine}
     return replace(state, **kept)
+
+
+def _with_new(value: Any, fresh: Any) -> Any:
+    """Return what there was; where that is by parameter, also what was added since."""
+    return Vec({**(fresh or {}), **value}) if isinstance(value, Vec) else value

@@ -18,6 +18,8 @@ __all__ = ["Cast"]
 class Cast(Paper[None]):
     """Keeps nothing."""
 
+    rounds = False
+
     dtype: torch.dtype
 
     def start(self, x: dict[int, Vec], w: World) -> None:

@@ -124,6 +124,11 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         "spans_job",
     )
 
+    @classmethod
+    @abc.abstractmethod
+    def examples(cls) -> Sequence[Mapping[str, Any]]:
+        """Return settings beside `lr` with which `verify` and the tests try it; the plainest first."""
+
     def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
         self._agreed = agreed
         self._kept = self._new_state_of_method()

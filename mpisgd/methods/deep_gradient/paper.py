@@ -34,6 +34,8 @@ class State:
 class DeepGradient(Paper[State]):
     """The momentum is here, and not in the wrapped optimizer."""
 
+    rounds, chooses = False, True
+
     r: float
     m: float = 0.9
     nesterov: bool = False

@@ -20,6 +20,8 @@ __all__ = ["Natural"]
 class Natural(Compressor):
     """Has the residual of error feedback, where that is asked for; the paper has none."""
 
+    of_buckets = of_memory = counts = True
+
     feedback: bool = False
 
     def C(self, v: Vec, w: World, draw: Draws) -> Vec:

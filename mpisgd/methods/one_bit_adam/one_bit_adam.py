@@ -4,6 +4,7 @@ Source: Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Train
 Speed", algorithm 1.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +52,11 @@ class OneBitAdam(CompressedMomentumOptimizer):
     """
 
     _copied = (*CompressedMomentumOptimizer._copied, "freeze_step")
+
+    @classmethod
+    def examples(cls) -> Sequence[Mapping[str, Any]]:
+        """See `CompressedMomentumOptimizer`."""
+        return ({"freeze_step": 2}, {"freeze_step": 100})
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ Large-Batch Training with LAMB's Convergence Speed", algorithm 1; LAMB: You et a
 Optimization for Deep Learning: Training BERT in 76 minutes".
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,11 @@ class OneBitLamb(CompressedMomentumOptimizer):
     """
 
     _copied = (*CompressedMomentumOptimizer._copied, "freeze_step")
+
+    @classmethod
+    def examples(cls) -> Sequence[Mapping[str, Any]]:
+        """See `CompressedMomentumOptimizer`."""
+        return ({"freeze_step": 2},)
 
     def __init__(
         self,

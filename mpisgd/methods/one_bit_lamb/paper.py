@@ -3,15 +3,14 @@
 Li, Awan, Tang, Rajbhandari and He 2021, "1-bit LAMB", algorithm 1; LAMB: You et al. 2020. For each parameter
 x by itself, with s(v) = sqrt(v) + eps:
 
-    t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
-              u = m / s(v) + decay x;   c = |x| / |u|, within c_limits;   x <- x - lr c u
-              a <- b3 a + (1 - b3) c, at first c
+    t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2;   f = v
+              u = m / s(v) + decay x;   k = |x| / |u|, within c_limits; 1 where one of them is 0
+              a <- b3 a + (1 - b3) k, at first k
     t > T:    n = average of b1 m + (1 - b1) g_i       by `w.wire`: the 1-bit average with two errors
-              f <- b2 f + (1 - b2) ((n - b1 m) / (1 - b1))^2, at first v;   m <- n
-              h = |m / s(v)| / |m / s(v) + decay x|, at most 1
-              r <- h (max of s(v) / s(f)) + 1 - h, within r_limits, and within 1 - q and 1 + q times the
-                   last r, at first 1
-              x <- x - lr r a (m / s(v) + decay x)
+              f <- b2 f + (1 - b2) ((n - b1 m) / (1 - b1))^2;   m <- n;   u = m / s(v) + decay x
+              h = |m / s(v)| / |u|, at most 1;   r <- h (max of s(v) / s(f)) + 1 - h, within r_limits,
+                  and within 1 - q and 1 + q times the last r, at first 1;   k = r a
+    always:   x <- x - lr k u
 
 lr is a function of t. The paper has no h, the share of the momentum in the update; without decay it is 1.
 Where v is 0 so is n: there was no gradient, and what comes is noise of the compression.
@@ -31,7 +30,7 @@ __all__ = ["OneBitLamb", "State"]
 
 @dataclass(frozen=True)
 class State:
-    """What is kept: momentum, variance, fresh variance; the means of trust ratios, and the last factors."""
+    """What is kept, by the symbols above."""
 
     m: Vec = alike(default_factory=Vec)
     v: Vec = alike(default_factory=Vec)
@@ -66,28 +65,36 @@ class OneBitLamb(Paper[State]):
         self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
     ) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
-        g, y, (b1, b2), lr = filled(g), x[w.ranks[0]], (self.b1, self.b2), self.lr(w.step)
+        g, y, b1, b2 = filled(g), x[w.ranks[0]], self.b1, self.b2
         if w.step <= self.T:
             g_mean = mean(g, w)
-            m, v = b1 * s.m + (1 - b1) * g_mean, b2 * s.v + (1 - b2) * (g_mean * g_mean)
-            u = m / v.each(self._s) + self.decay * y.only(m)
-            c = Vec({name: (y[name].norm() / u[name].norm()).clamp(*self.c_limits) for name in u})
-            a = self.b3 * s.a + (1 - self.b3) * c if s.a else c
-            return State(m, v, v, a, wire=s.wire), dict.fromkeys(w.ranks, y - lr * (c * u))
-        wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
-        n = averaged[w.ranks[0]] * nonzero(s.v)
-        fresh = (n - b1 * s.m) / (1 - b1)
-        f = b2 * s.f + (1 - b2) * (fresh * fresh)
-        step = n / s.v.each(self._s)
-        u = step + self.decay * y.only(n)
-        r = Vec({name: self._factor(s, name, f[name], step[name].norm() / u[name].norm()) for name in n})
-        return replace(s, m=n, f=f, r=r, wire=wire), dict.fromkeys(w.ranks, y - lr * (r * s.a * u))
+            v = b2 * s.v + (1 - b2) * (g_mean * g_mean)
+            s = replace(s, m=b1 * s.m + (1 - b1) * g_mean, v=v, f=v)
+        else:
+            wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
+            n = averaged[w.ranks[0]] * nonzero(s.v)
+            fresh = (n - b1 * s.m) / (1 - b1)
+            s = replace(s, m=n, f=b2 * s.f + (1 - b2) * (fresh * fresh), wire=wire)
+        step = s.m / s.v.each(self._s)
+        u = step + self.decay * y.only(s.m)
+        if w.step <= self.T:
+            k = Vec({name: ratio(y[name], u[name]).clamp(*self.c_limits) for name in u})
+            s = replace(s, a=self.b3 * s.a + (1 - self.b3) * k if s.a else k)
+        else:
+            s = replace(s, r=Vec({name: self._r(s, name, ratio(step[name], u[name])) for name in u}))
+            k = s.r * s.a
+        return s, dict.fromkeys(w.ranks, y - self.lr(w.step) * (k * u))
 
     def _s(self, v: Tensor) -> Tensor:
         return v.sqrt() + self.eps
 
-    def _factor(self, s: State, name: str, f: Tensor, share: Tensor) -> Tensor:
-        most, h = (self._s(s.v[name]) / self._s(f)).max(), share.clamp(max=1.0)
+    def _r(self, s: State, name: str, h: Tensor) -> Tensor:
+        most, h = (self._s(s.v[name]) / self._s(s.f[name])).max(), h.clamp(max=1.0)
         last = s.r.get(name, torch.ones_like(most))
         r = (h * most + 1 - h).clamp(*self.r_limits)
         return r.clamp(last * (1 - self.q), last * (1 + self.q))
+
+
+def ratio(a: Tensor, b: Tensor) -> Tensor:
+    """Return |a| / |b|; 1 where one of them is 0."""
+    return a.norm() / b.norm() if a.any() and b.any() else torch.ones_like(a.norm())

@@ -50,4 +50,6 @@ def cost(method: ParameterServer, sizes: Sizes, world: World, step: int) -> Iter
 
 def cycle(method: ParameterServer, world: World) -> Cycle:
     """Return the steps in which a rank pushes, and pulls."""
+    if method.mode == "sync":
+        return Cycle(world.wire.warmup_steps)
     return Cycle(0, math.lcm(method.push_every, method.pull_every or 1))

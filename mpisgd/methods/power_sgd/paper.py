@@ -36,6 +36,8 @@ class State:
 class PowerSGD(Paper[State]):
     """The paper has no T, and feedback always."""
 
+    of_memory = True
+
     r: int
     T: int = 0
     feedback: bool = True

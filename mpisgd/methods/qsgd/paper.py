@@ -30,6 +30,8 @@ def rounded(v: Tensor, u: Tensor, L: int, norm: float) -> Tensor:
 class QSGD(Compressor):
     """Has the residual of error feedback, where that is asked for; the paper has none."""
 
+    of_buckets = of_memory = counts = True
+
     feedback: bool = False
     L: int
     segment: int

@@ -20,6 +20,8 @@ __all__ = ["RandomK"]
 class RandomK(Compressor):
     """Has the residual of error feedback."""
 
+    of_buckets = of_memory = counts = True
+
     ratio: float
 
     def drawn(self, k: int, place: int, w: World) -> Draws:

@@ -29,19 +29,24 @@ from mpisgd.methods.cost_kit import (
     World,
 )
 from mpisgd.methods.cost_steps import backward_in_buckets, changes_any, kept, trained, update
+from mpisgd.methods.offload.cost import block_bytes, layerwise_cost
 from mpisgd.methods.sharded.sharded import Sharded
 from mpisgd.sharding.division import assign
 
-__all__ = ["FullyShard", "cost", "cycle", "largest_part"]
+__all__ = ["FullyShard", "also_alone", "cost", "cycle", "largest_part"]
 
 
 def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
     """Yield what a step of ZeRO's stages 1 and 2 takes."""
+    offload = method.offload
+    if offload is not None and "parameters" in offload.parts:
+        yield from layerwise_cost(offload, sizes, world, step)
+        return
     wire = world.wire.cast_itemsize(sizes.itemsize)
     assert wire is not None  # what it goes with
-    state = largest_part(_states(method, sizes), world.size, cuts=sizes.cuts)
+    states, masters = _states(method, sizes)
     if not step:
-        yield from _kept(method, sizes, world, state)
+        yield from _kept(method, sizes, world, states, masters)
         return
 
     joined = join_buckets([each.padded_bytes for each in sizes.buckets], sizes.cap_bytes)
@@ -62,8 +67,8 @@ def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]
             yield from send(bucket)
     yield Wait()
     yield Free("compression", narrow)
-    if method.offload is not None and method.offload.folder is not None:
-        yield Disk(2 * state)
+    if offload is not None and offload.folder is not None:
+        yield Disk(2 * largest_part(states, world.size, cuts=sizes.cuts))
     yield from update(1 / world.size)
     if world.shares and world.hosts == 1:  # the parameters are there for all
         return
@@ -72,21 +77,30 @@ def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]
     yield Wait()
 
 
+def also_alone(method: Sharded) -> bool:
+    """Return whether one rank, too, has something in files."""
+    return method.offload is not None
+
+
 def cycle(method: Sharded, world: World) -> Cycle:
     """Return any step."""
     return Cycle()
 
 
-def _states(method: Sharded, sizes: Sizes) -> list[int]:
-    """Return the bytes of each parameter's state, and of its copy in a higher precision."""
+def _states(method: Sharded, sizes: Sizes) -> tuple[list[int], list[int]]:
+    """Return the bytes of each parameter's state, and those of its copy in a higher precision."""
     dtype = method.master_dtype
     if dtype is None or dtype.itemsize <= sizes.itemsize:
-        return [each.state_bytes for each in sizes.parameters]
+        return [each.state_bytes for each in sizes.parameters], [0 for _ in sizes.parameters]
     wider = dtype.itemsize // sizes.itemsize
-    return [each.state_bytes * wider + each.nbytes * wider for each in sizes.parameters]
+    return [each.state_bytes * wider for each in sizes.parameters], [
+        each.nbytes * wider for each in sizes.parameters
+    ]
 
 
-def _kept(method: Sharded, sizes: Sizes, world: World, state: int) -> Iterator[Op]:
+def _kept(
+    method: Sharded, sizes: Sizes, world: World, states: Sequence[int], masters: Sequence[int]
+) -> Iterator[Op]:
     gradients = sizes.nbytes
     fused = [each.padded_bytes if each.packed_bytes else 0 for each in sizes.buckets]
     buffers = sum(fused)
@@ -96,12 +110,11 @@ def _kept(method: Sharded, sizes: Sizes, world: World, state: int) -> Iterator[O
         # Those that travel together lie in one place, and are whole until they have.
         joined = join_buckets(sent, sizes.cap_bytes)
         buffers = _most(fused, joined) + _most(sent, joined)
-    if (offload := method.offload) is not None:
-        if "parameters" in offload.parts:
-            raise InvalidArgument(
-                f"plan: {offload} is not planned: it depends on the modules what is in memory"
-            )
-        state = 2 * (offload.prefetch + 1) * offload.block_bytes if offload.folder is not None else state
+    if (offload := method.offload) is not None and offload.folder is not None:
+        state = block_bytes(offload) + largest_part(masters, world.size, cuts=sizes.cuts)
+    else:
+        both = [one + other for one, other in zip(states, masters, strict=True)]
+        state = largest_part(both, world.size, cuts=sizes.cuts)
     share = 1 / world.ranks_per_host if world.shares else 1.0
     yield from kept(sizes, parameters=share, gradients=gradients, state=state)
     yield Alloc("buffers", buffers)

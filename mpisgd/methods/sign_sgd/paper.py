@@ -29,6 +29,8 @@ class State:
 class SignSGD(Paper[State]):
     """There is no error feedback."""
 
+    counts = True
+
     vote: bool = True
 
     def start(self, x: dict[int, Vec], w: World) -> State:

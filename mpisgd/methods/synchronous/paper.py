@@ -20,6 +20,8 @@ __all__ = ["Synchronous"]
 class Synchronous(Paper[None]):
     """Nothing is kept."""
 
+    rounds = False
+
     sums: bool = False
 
     def start(self, x: dict[int, Vec], w: World) -> None:

@@ -23,6 +23,8 @@ __all__ = ["TernGrad"]
 class TernGrad(Compressor):
     """Keeps nothing."""
 
+    of_buckets = of_memory = counts = True
+
     feedback: bool = False
     c: float = math.inf
 

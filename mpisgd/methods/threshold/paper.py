@@ -18,6 +18,8 @@ __all__ = ["Threshold"]
 class Threshold(Compressor):
     """Has the residual of error feedback."""
 
+    rounds = False
+
     tau: float
 
     def C(self, v: Vec, w: World, draw: Draws) -> Vec:

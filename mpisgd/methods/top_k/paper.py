@@ -18,6 +18,8 @@ __all__ = ["TopK"]
 class TopK(Compressor):
     """Has the residual of error feedback."""
 
+    rounds, chooses = False, True
+
     ratio: float
 
     def C(self, v: Vec, w: World, draw: Draws) -> Vec:

@@ -29,6 +29,8 @@ class State:
 class TwoStep(Paper[State]):
     """One rank sends nothing."""
 
+    of_chunks = of_buckets = of_memory = True
+
     def start(self, x: dict[int, Vec], w: World) -> State:
         """See `Paper`."""
         return State({i: Vec() for i in w.ranks}, {i: Vec() for i in w.ranks})

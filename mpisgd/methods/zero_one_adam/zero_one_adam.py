@@ -4,6 +4,7 @@ Source: Lu, Li, Zhang, De Sa and He 2022, "Maximizing Communication Efficiency f
 0/1 Adam", algorithm 1 and the policies of its section 6.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,14 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         "var_freeze_step",
         "var_update_scaler",
     )
+
+    @classmethod
+    def examples(cls) -> Sequence[Mapping[str, Any]]:
+        """See `CompressedMomentumOptimizer`."""
+        return (
+            {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1},
+            {"var_freeze_step": 100, "var_update_scaler": 100},
+        )
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """`PlannedJob`: what a step is planned of: a cluster, a step without communication, how gradients travel."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,7 +8,7 @@ from functools import cached_property
 from mpisgd.compress.compressor import Compressor
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.methods.cast.cast import Compression
-from mpisgd.methods.cost_kit import Sizes, World
+from mpisgd.methods.cost_kit import Bucket, Sizes, World
 from mpisgd.methods.costs import wire_of
 from mpisgd.methods.sizes import parameter, sizes_of
 from mpisgd.plan.cluster import Cluster
@@ -60,6 +61,18 @@ class PlannedJob:
             self.bucket_cap_bytes,
             padded=all(self.world.wire.cast_itemsize(g.itemsize) is not None for g in profile.gradients),
             activation_bytes=profile.activation_bytes,
+            layers=self._layers,
+        )
+
+    @property
+    def _layers(self) -> tuple[Bucket, ...]:
+        """The blocks of the model, whose parameters the optimizer has in their order."""
+        places = itertools.count()
+        itemsize = self.profile.gradients[0].itemsize
+        return tuple(
+            Bucket(number, tuple(parameter(next(places), shape, itemsize, 0) for shape in block.shapes))
+            for number, block in enumerate(self.profile.blocks)
+            if block.shapes
         )
 
     @cached_property

@@ -41,7 +41,8 @@ class DividedModel:
 
     def cost(self, place: int) -> Iterator[Op]:
         """Yield what such a rank does in a step."""
-        return cost(self.schedule, self.shape, [each.sizes for each in self.stages], place)
+        sizes = [each.sizes for each in self.stages]
+        return cost(self.schedule, self.shape, sizes, place, num_pipelines=self.grid.dp)
 
     def memory(self) -> Memory:
         """Return what the rank keeps that has most: as a rule the first of a pipeline, by its activations."""

@@ -13,12 +13,12 @@ the rank of the same place at the next pp takes the activations. All groups of a
 so each has its share of what they use together, and is planned as a cluster of its own with that.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.arguments import call_text, check_flag, check_positive, shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.pipeline.schedules.named import as_schedule
 from mpisgd.pipeline.schedules.schedule import Schedule
@@ -72,12 +72,7 @@ class Parallel:
     @property
     def text(self) -> str:
         """As it is written, without what is as by default."""
-        given = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"Parallel({', '.join(given)})"
+        return call_text(self)
 
     @property
     def num_stages(self) -> int:

@@ -9,7 +9,7 @@ takes and for the passes before it; messages go beside the passes, and share the
 their all-reduces over tp in them. Before it updates, a rank means its gradients over dp.
 """
 
-from mpisgd.methods.cost_kit import ALL, Compute, Op, Send, Wait
+from mpisgd.methods.cost_kit import REPLICAS, Collective, Compute, Op, Send, Wait
 from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.collectives import (
@@ -24,7 +24,8 @@ from mpisgd.plan.simulation.engine import Task, simulate
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.layout import DividedModel, divide
 from mpisgd.plan.steps.parallel import Parallel
-from mpisgd.plan.steps.planned_step import PlannedStep, all_reduce_bytes
+from mpisgd.plan.steps.planned_step import PlannedStep
+from mpisgd.plan.steps.stages import sum_cost
 
 __all__ = ["MESSAGES", "plan_pipeline"]
 
@@ -63,7 +64,7 @@ class _Pipeline:
         left = []
         for place in self._places:
             ops = list(self._model.cost(place))
-            self._sent_bytes += sent_bytes(ops, self._job.world)[ALL] / self._grid.pp
+            self._sent_bytes += sum(sent_bytes(ops, self._job.world).values()) / self._grid.pp
             left.append(ops[::-1])
         while any(left):
             for place, ops in enumerate(left):
@@ -71,17 +72,20 @@ class _Pipeline:
                     self._add(place, ops.pop())
 
     def _is_due(self, op: Op) -> bool:
-        return not isinstance(op, Wait) or op.key in self._messages
+        return not isinstance(op, Wait) or not op.key or op.key in self._messages
 
     def _add(self, place: int, op: Op) -> None:
-        if isinstance(op, Wait):
+        if isinstance(op, Wait) and op.key:
             self._waits_for[place].append(self._messages[op.key])
+        elif isinstance(op, Collective):
+            add = self._mean if op.group == REPLICAS else self._sum
+            add(place, op.nbytes)
         elif isinstance(op, Send):
             self._send(place, op)
         elif isinstance(op, Compute) and op.what in ("forward", "backward"):
             self._compute(place, op)
         elif isinstance(op, Compute) and op.stage == self._model.shape.stages_of(place)[0]:
-            self._mean_and_update(place)
+            self._update(place)
 
     def _on_rank(
         self, place: int, name: str, core_s: float, seconds: float, demands: dict[str, float] | None = None
@@ -96,12 +100,14 @@ class _Pipeline:
 
     def _compute(self, place: int, op: Compute) -> None:
         stage = self._model.stages[op.stage]
-        forwards = op.what == "forward"
-        seconds = stage.forward_s if forwards else stage.backward_s
-        if forwards:  # those of the backward pass, too
-            self._communicate(stage.sums_s, stage.sums_alpha_s)
-            self._all_reduce_traffic(place, self._grid.tensor_group, stage.summed_bytes)
+        seconds = stage.forward_s if op.what == "forward" else stage.backward_s
         self._on_rank(place, op.what, seconds, seconds)
+
+    def _sum(self, place: int, nbytes: float) -> None:
+        """Note an all-reduce of activations, whose seconds are in those of the pass."""
+        cost = sum_cost(self._grid, nbytes, self._job.algorithm)
+        self._communicate(cost.seconds(nbytes), cost.alpha_s)
+        self._all_reduce_traffic(place, self._grid.tensor_group, nbytes)
 
     def _send(self, place: int, op: Send) -> None:
         cluster, grid, nbytes, to = self._job.cluster, self._grid, op.nbytes, op.dst
@@ -133,20 +139,21 @@ class _Pipeline:
             self._edges[place, to] = found
         return self._edges[place, to]
 
-    def _mean_and_update(self, place: int) -> None:
-        """Add the mean of the gradients of a rank, and the optimizer."""
+    def _mean(self, place: int, nbytes: float) -> None:
+        """Add the mean of the gradients of a rank."""
         job, group = self._job, self._grid.data_group
-        numel = self._model.numel_of(place)
-        if group.size > 1:
-            nbytes = numel * job.profile.nbytes / job.profile.numel
-            how = fastest(group, nbytes, job.algorithm)
-            cost = cost_of(group, how).at(nbytes)
-            check_s = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
-            seconds = check_s + cost.seconds(nbytes)
-            shared = {f"memory {self._grid.host_of(place)}": cost.beta_s_per_byte * nbytes}
-            self._on_rank(place, f"all_reduce {how}", 0.0, seconds, shared if group.hosts == 1 else None)
-            self._communicate(seconds, check_s + cost.alpha_s)
-            self._all_reduce_traffic(place, group, nbytes)
+        how = fastest(group, nbytes, job.algorithm)
+        cost = cost_of(group, how).at(nbytes)
+        check_s = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
+        seconds = check_s + cost.seconds(nbytes)
+        shared = {f"memory {self._grid.host_of(place)}": cost.beta_s_per_byte * nbytes}
+        self._on_rank(place, f"all_reduce {how}", 0.0, seconds, shared if group.hosts == 1 else None)
+        self._communicate(seconds, check_s + cost.alpha_s)
+        self._all_reduce_traffic(place, group, nbytes)
+
+    def _update(self, place: int) -> None:
+        """Add the optimizer."""
+        job, numel = self._job, self._model.numel_of(place)
         optimizer_s = job.profile.optimizer_s * numel / job.profile.numel
         self._optimizer_s = max(self._optimizer_s, optimizer_s)
         self._on_rank(place, "optimizer", optimizer_s, optimizer_s)
@@ -158,9 +165,8 @@ class _Pipeline:
 
     def _all_reduce_traffic(self, place: int, group: Cluster, nbytes: float) -> None:
         """Note what all groups of a kind send at a place."""
-        if group.size == 1 or not nbytes:
+        if not nbytes:
             return
-        self._sent_bytes += all_reduce_bytes(group, nbytes) / self._grid.pp
         how = fastest(group, nbytes, self._job.algorithm)
         for level, most in busiest_bytes(group, how).items():
             self._carry(level, place, most * nbytes * self._grid.sharers(group, level))

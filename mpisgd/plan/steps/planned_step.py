@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.engine import Span, Task
 
-__all__ = ["PlannedStep", "all_reduce_bytes"]
+__all__ = ["PlannedStep"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,3 @@ class PlannedStep:
     tasks: Sequence[Task]
     spans: Sequence[Span]
     waiting_s: float = 0.0
-
-
-def all_reduce_bytes(cluster: Cluster, nbytes: float) -> float:
-    """Return what each rank sends in an all-reduce."""
-    return 2 * (cluster.size - 1) / cluster.size * nbytes

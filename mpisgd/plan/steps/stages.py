@@ -6,6 +6,7 @@ With t ranks along tp, a block of f seconds for all examples of a pipeline takes
 of the micro-batch's activations, which nothing hides (Shoeybi and others 2019).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +20,7 @@ from mpisgd.plan.simulation.collectives import AUTO, cost_of, fastest
 from mpisgd.plan.simulation.costs import Cost
 from mpisgd.plan.steps.parallel import Grid, Parallel
 
-__all__ = ["PlannedStage", "stages_of"]
+__all__ = ["PlannedStage", "stages_of", "sum_cost"]
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,12 @@ class PlannedStage:
     Attributes:
         forward_s: of a micro-batch, with its all-reduces.
         backward_s: and backward, with the forward pass again where that is recomputed.
-        sums_s: what all-reduces take in both.
-        sums_alpha_s: of this, what more bytes per second would not shorten.
-        summed_bytes: of the activations that are added up in both.
         numel: parameters of the rank.
         sizes: of the stage, for its cost.
     """
 
     forward_s: float
     backward_s: float
-    sums_s: float
-    sums_alpha_s: float
-    summed_bytes: float
     numel: float
     sizes: StageSizes
 
@@ -68,7 +63,7 @@ def stages_of(
     by_stage = layout.pp > 1 and layout.tp == 1
     recompute = (_Recompute.STAGES if by_stage else _Recompute.BLOCKS) if layout.recompute else None
     return [
-        _stage(profile, number, passes, range(end - size, end), recompute)
+        _stage(profile, number, passes, range(end - size, end), recompute, grid.tp)
         for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
 
@@ -85,17 +80,16 @@ class _Pass:
 
     def __init__(self, block: Block, grid: Grid, share: float, algorithm: str) -> None:
         self.output_bytes = block.output_bytes * share
-        sums = block.all_reduces if grid.tp > 1 else 0
-        cost = _sum_cost(grid, self.output_bytes, algorithm) if sums else Cost(0.0, 0.0)
-        self.sums_alpha_s, self.summed_bytes = sums * cost.alpha_s, sums * self.output_bytes
-        self.sums_s = sums * cost.seconds(self.output_bytes)
+        self.sums = (self.output_bytes,) * (block.all_reduces if grid.tp > 1 else 0)
+        cost = sum_cost(grid, self.output_bytes, algorithm) if self.sums else Cost(0.0, 0.0)
+        sums_s = len(self.sums) * cost.seconds(self.output_bytes)
         forward_s, backward_s = block.seconds_of(share, grid.tp)
-        self.forward_s, self.backward_s = forward_s + self.sums_s, backward_s + self.sums_s
+        self.forward_s, self.backward_s = forward_s + sums_s, backward_s + sums_s
         self.numel = block.numel_of(grid.tp)
         self.activation_bytes = block.activations_of(grid.tp) * share
 
 
-def _sum_cost(grid: Grid, nbytes: float, algorithm: str) -> Cost:
+def sum_cost(grid: Grid, nbytes: float, algorithm: str) -> Cost:
     """Return what an all-reduce of activations takes, with the check that all ranks do the same."""
     group = grid.tensor_group
     check = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
@@ -109,23 +103,30 @@ def _stage(
     everyones: Sequence[_Pass],
     places: range,
     recompute: _Recompute | None,
+    tp: int,
 ) -> PlannedStage:
     passes = everyones[places.start : places.stop]
     forward_s = sum(each.forward_s for each in passes)
-    num_passes = 3 if recompute else 2
     numel = sum(each.numel for each in passes)
     share = numel / profile.numel
     is_last = places.stop == len(everyones)
     came = everyones[places.start - 1].output_bytes if places.start else 0.0
     kept, again = _kept(passes, came, is_last, recompute)
     outputs = {} if is_last else {number + 1: passes[-1].output_bytes}
-    sizes = StageSizes(profile.nbytes * share, profile.state_bytes * share, outputs, kept, again)
+    sums = tuple(itertools.chain.from_iterable(each.sums for each in passes))
+    sizes = StageSizes(
+        profile.nbytes * share,
+        profile.state_bytes * share,
+        outputs,
+        kept,
+        again,
+        tensor_ranks=tp,
+        forward_sums=sums,
+        backward_sums=sums * 2 if recompute else sums,
+    )
     return PlannedStage(
         forward_s=forward_s,
         backward_s=sum(each.backward_s for each in passes) + (forward_s if recompute else 0.0),
-        sums_s=num_passes * sum(each.sums_s for each in passes),
-        sums_alpha_s=num_passes * sum(each.sums_alpha_s for each in passes),
-        summed_bytes=num_passes * sum(each.summed_bytes for each in passes),
         numel=numel,
         sizes=sizes,
     )

@@ -7,8 +7,10 @@ activations in them.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mpisgd.methods.cost_kit import TENSOR, Collective
 from mpisgd.methods.costs import cost_of
 from mpisgd.methods.synchronous.synchronous import Synchronous
+from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.plan.models.blocks import Block
 from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.simulation.collectives import busiest_bytes, fastest
@@ -16,7 +18,8 @@ from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.layout import DividedModel, divide
 from mpisgd.plan.steps.parallel import Parallel
 from mpisgd.plan.steps.pipeline_step import plan_pipeline
-from mpisgd.plan.steps.planned_step import PlannedStep, all_reduce_bytes
+from mpisgd.plan.steps.planned_step import PlannedStep
+from mpisgd.plan.steps.stages import sum_cost
 from mpisgd.plan.steps.step_time import plan_step
 
 __all__ = ["plan_layout"]
@@ -31,15 +34,15 @@ def plan_layout(job: PlannedJob, layout: Parallel) -> PlannedStep:
     if layout.pp > 1:
         return plan_pipeline(job, layout)
     model = divide(job, layout)
-    (stage,), passes = model.stages, model.shape.num_micro_batches
     found = plan_step(job_of_stage(job, model), cost_of(Synchronous()))
-    sums = all_reduce_bytes(model.grid.tensor_group, stage.summed_bytes * passes)
+    sums = [op for op in model.cost(0) if isinstance(op, Collective) and op.group == TENSOR]
+    costs = [(sum_cost(model.grid, op.nbytes, job.algorithm), op.nbytes) for op in sums]
     return replace(
         found,
-        communication_s=found.communication_s + stage.sums_s * passes,
-        alpha_s=found.alpha_s + stage.sums_alpha_s * passes,
-        sent_bytes=found.sent_bytes + sums,
-        traffic=add_traffic(found.traffic, model, stage.summed_bytes * passes, job.algorithm),
+        communication_s=found.communication_s + sum(cost.seconds(nbytes) for cost, nbytes in costs),
+        alpha_s=found.alpha_s + sum(cost.alpha_s for cost, _ in costs),
+        sent_bytes=found.sent_bytes + sent_bytes(sums, job.world).get(TENSOR, 0.0),
+        traffic=add_traffic(found.traffic, model, sum(op.nbytes for op in sums), job.algorithm),
     )
 
 

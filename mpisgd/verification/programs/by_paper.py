@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.verification.draws import Layout
-from mpisgd.verification.paper_run import Definition, PaperRun, Saved, bucket_of
+from mpisgd.verification.paper_run import Definition, PaperRun, Saved, bucket_of, carried_over
 from mpisgd.verification.papers import paper_of
 from mpisgd.verification.programs import program as events
 from mpisgd.verification.programs.model import Model
@@ -210,7 +209,7 @@ class ByPaper:
         for part, former in zip(self._parts, before, strict=True):
             run = self._new_run(part)
             states: dict[int, dict[str, Any]] = {rank: {} for rank in part.params}
-            run.load(Saved(_without_own(former.state, run.state), part.copies(), states, former.steps))
+            run.load(Saved(carried_over(former.state, run.state, {}), part.copies(), states, former.steps))
             self._runs.append(run)
 
     def _copy_from(self, src: int, trainings: Sequence[Training]) -> None:
@@ -282,28 +281,6 @@ class _Stepping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load nothing."""
-
-
-def _without_own(state: Any, fresh: Any) -> Any:
-    """Return a paper's state of which nothing is left but what is alike.
-
-    Args:
-        state: as it was.
-        fresh: of the parameters of now, of which some may have been added since.
-    """
-    if not is_dataclass(state) or isinstance(state, type):
-        return state
-    kept: dict[str, Any] = {}
-    for each in fields(state):
-        value, anew = getattr(state, each.name), getattr(fresh, each.name)
-        match each.metadata["owner"]:
-            case "own":
-                kept[each.name] = anew
-            case "part":
-                kept[each.name] = _without_own(value, anew)
-            case _:
-                kept[each.name] = Vec({**anew, **value}) if isinstance(value, Vec) else value
-    return replace(state, **kept)
 
 
 def _undo_casts(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:

@@ -6,33 +6,14 @@ from functools import lru_cache
 from typing import Any
 
 import mpisgd
+from mpisgd.compress.compressor import Casting
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.verification.programs import program as events
 from mpisgd.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
 from mpisgd.verification.programs.program import Program
 
 __all__ = ["definition_of", "rounds", "why_undefined"]
-
-OneBit = mpisgd.compress.OneBit
-
-# Others draw numbers for buckets, or look at a bucket as a whole: then the paper needs the plan, too, which
-# is known where each parameter has a bucket of its own.
-PER_PARAMETER = (
-    mpisgd.compress.TopK,
-    mpisgd.compress.Threshold,
-    mpisgd.compress.DeepGradient,
-    mpisgd.compress.SignSGD,
-    OneBit,
-    mpisgd.compress.PowerSGD,
-)
-PER_BUCKET = (
-    mpisgd.compress.QSGD,
-    mpisgd.compress.TernGrad,
-    mpisgd.compress.Natural,
-    mpisgd.compress.RandomK,
-    OneBit,
-)
-ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD", "QSGD", "TernGrad", "Natural", "RandomK")
-CHOOSES = (mpisgd.compress.TopK, mpisgd.compress.DeepGradient)  # among equals whichever it likes
 
 
 def definition_of(program: Program) -> type[ByPaper] | None:
@@ -52,34 +33,27 @@ def why_undefined(program: Program) -> str:
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not averages_gradients(program.optimizers[0])
     compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
-    compression = getattr(compression, "compressor", compression)  # of `PerHost`
-    two_step = getattr(compression, "two_step", False)
-    compresses = isinstance(compression, PER_PARAMETER) and not two_step
-    if isinstance(compression, PER_BUCKET) and not compresses:
-        compresses = len(program.layers) == 1 or (cap == "1" and not two_step)
+    sent = _sent_by(compression)
+    has_buckets = len(program.layers) == 1 or (cap == "1" and not sent.of_chunks)
+    compresses = not isinstance(sent, Synchronous) and (has_buckets or not sent.of_buckets)
     reduces = compresses or options.get("op") is mpisgd.Adasum
     if not (is_local or reduces):
         return "no paper of what buckets have together, unless each parameter has its own"
     if why := _why_no_paper(program, strategy):
         return why
-    if is_local and isinstance(compression, PER_BUCKET) and cap not in ("", "1"):
+    if is_local and sent.of_buckets and cap not in ("", "1"):
         return "what is drawn depends on the buckets"
     if reduces and not is_local and not _reduces_once(program):
         return "a step with several reductions, or with none"
-    if program.exact and isinstance(compression, CHOOSES):
+    if program.exact and sent.chooses:
         return "among equals it chooses whichever it likes"
     regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
-    counts = isinstance(compression, (mpisgd.compress.SignSGD, *PER_BUCKET)) and not isinstance(
-        compression, OneBit
-    )
-    if counts and regroups:
+    if sent.counts and regroups:
         return "what signs zeros have, and what is drawn, depends on how many reductions a bucket had"
-    if is_local and counts and (regroups or any(layer.frozen for layer in program.layers)):
+    if is_local and sent.counts and any(layer.frozen for layer in program.layers):
         return "whether what is frozen lies in a bucket of the others decides what is drawn for these"
     moves = any(isinstance(event, events.Convert) for event in program.events)
-    draws = isinstance(compression, PER_BUCKET) and (two_step or not isinstance(compression, OneBit))
-    by_memory = draws or isinstance(compression, mpisgd.compress.PowerSGD)
-    if by_memory and (moves or any(layer.transposed for layer in program.layers)):
+    if sent.of_memory and (moves or any(layer.transposed for layer in program.layers)):
         return "it approximates, draws for or cuts what lies in memory"
     dtypes = {each.dtype for each in (*program.layers, *program.events) if hasattr(each, "dtype")}
     if rounds(program) and dtypes - {"", "float64"}:
@@ -89,8 +63,20 @@ def why_undefined(program: Program) -> str:
 
 def rounds(program: Program) -> bool:
     """Return whether a method computes with gradients what is rounded, such as a mean of magnitudes."""
-    options = [optimizer.option("compression") + optimizer.option("op") for optimizer in program.optimizers]
-    return any(name in text for text in options for name in ROUNDING)
+    options = [arguments_of(optimizer) for optimizer in program.optimizers]
+    return any(
+        each.get("op") is mpisgd.Adasum or _sent_by(each.get("compression")).rounds for each in options
+    )
+
+
+def _sent_by(compression: mpisgd.Compressor | None) -> Paper[Any]:
+    """Return the paper of what travels, inside of `PerHost`, too; a cast is compared as what it rounds."""
+    inner: mpisgd.Compressor | None = getattr(compression, "compressor", compression)
+    try:
+        found: Paper[Any] = Synchronous() if inner is None else inner.paper()
+    except mpisgd.InvalidArgument:
+        return Synchronous()
+    return Synchronous() if isinstance(inner, Casting) else found
 
 
 def _why_no_paper(program: Program, strategy: Any) -> str:

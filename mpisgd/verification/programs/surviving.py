@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 import mpisgd
 from mpisgd import elastic
 from mpisgd.job.threads_as_ranks import lose_ranks
-from mpisgd.methods.paper_kit import Vec
+from mpisgd.verification.paper_run import carried_over
 from mpisgd.verification.programs import program as events
 from mpisgd.verification.programs.by_paper import ByPaper, Member
 from mpisgd.verification.programs.distributed_training import DistributedTraining, group_of
@@ -224,35 +223,5 @@ class _ByPaper(ByPaper):
         self._begin()
         for run, former in zip(self._runs, before, strict=True):
             if len(left) > 1 or self._is_local:  # else nothing is compressed
-                run.state = _of(former.state, places, run.state)
+                run.state = carried_over(former.state, run.state, dict(enumerate(places)))
             run.steps = former.steps
-
-
-def _of(state: Any, places: Sequence[int], fresh: Any) -> Any:
-    """Return a paper's state of these ranks alone.
-
-    Args:
-        state: of all.
-        places: of those that are left.
-        fresh: of these, as they would begin.
-    """
-    if not is_dataclass(state) or isinstance(state, type):
-        return state
-    kept = {}
-    for each in fields(state):
-        value, anew = getattr(state, each.name), getattr(fresh, each.name)
-        match each.metadata["owner"], each.metadata.get("lost"):
-            case "part", _:
-                kept[each.name] = _of(value, places, anew)
-            case "own", "rebuild":
-                kept[each.name] = anew
-            case "own", _:
-                kept[each.name] = {i: _joined(anew[i], value[was]) for i, was in enumerate(places)}
-            case _:
-                kept[each.name] = _joined(anew, value)
-    return replace(state, **kept)
-
-
-def _joined(fresh: Any, value: Any) -> Any:
-    """Return what there was; where that is by parameter, also what was added since."""
-    return Vec({**fresh, **value}) if isinstance(value, Vec) else value

@@ -122,3 +122,44 @@ def test_an_optimizer_that_cannot_be_asked_is_told_by_hand():
         mpisgd.estimate_memory(model(), torch.optim.LBFGS)
     estimate = mpisgd.estimate_memory(huge(100, torch.float32), state_per_parameter=8)["Synchronous()"]
     assert estimate.optimizer_state == 800
+
+
+def test_any_strategy_can_be_asked_about():
+    strategies = [mpisgd.LocalSGD(8), mpisgd.DiLoCo(100), mpisgd.Sharded(2)]
+    found = mpisgd.estimate_memory(
+        huge(1e6, torch.float32), torch.optim.Adam, ranks=2, ranks_per_host=1, strategies=strategies
+    )
+    assert [each.strategy for each in found] == ["LocalSGD(sync_every=8)", "DiLoCo()", "Sharded(stage=2)"]
+    copies = {each.strategy: each.copies for each in found}
+    assert copies["DiLoCo()"] > copies["LocalSGD(sync_every=8)"] == copies["Sharded(stage=2)"] == 0
+    assert all(
+        each.total == each.parameters + each.gradients + each.optimizer_state + each.buckets + each.copies
+        for each in found
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_lies_in_files_takes_blocks_and_layers(ranks):
+    net = nn.Sequential(*[nn.Linear(10, 10, bias=False, device="meta") for _ in range(5)])
+    block, layer = 4096, 400
+    for what, parameters, state in (("optimizer", 5 * layer, 6), ("optimizer,parameters", layer, 3 * 6)):
+        offload = mpisgd.Offload("/scratch", what=what, block_bytes=block)
+        (found,) = mpisgd.estimate_memory(
+            net, torch.optim.Adam, ranks=ranks, ranks_per_host=1, strategies=[mpisgd.Sharded(offload=offload)]
+        )
+        assert (found.parameters, found.optimizer_state) == (parameters, state * block)
+        assert found.gradients == parameters
+    with pytest.raises(mpisgd.InvalidArgument, match="without the layers"):
+        mpisgd.estimate_memory(list(net.parameters()), ranks=2, strategies=[mpisgd.Sharded(offload=offload)])
+
+
+def test_masters_stay_in_memory_beside_the_blocks():
+    offload = mpisgd.Offload("/scratch", block_bytes=4096)
+    (found,) = mpisgd.estimate_memory(
+        huge(1000, torch.bfloat16),
+        torch.optim.Adam,
+        ranks=2,
+        ranks_per_host=1,
+        strategies=[mpisgd.Sharded(master_dtype=torch.float32, offload=offload)],
+    )
+    assert found.optimizer_state == 6 * 4096 + 4 * 500

@@ -195,6 +195,20 @@ def blocks_of_gpt():
     return profile_of(gpt(1, 8, 64, 32, itemsize=2), quick(1, flops_per_s=1e12), 1).blocks
 
 
+def test_parameters_in_files_are_read_and_written_layer_by_layer():
+    """AdamW, float32: 16 bytes of each parameter are kept, and 40 read and written in a step."""
+    profile, rate = step(4), 100.0
+    numel = profile.numel
+    method = "Sharded(offload=Offload('/scratch', what='optimizer,parameters', block_bytes=4096))"
+    for ranks in (1, 2):
+        found = planned(method, quick(ranks, disk_bytes_per_s=rate), profile)
+        assert found.step_s == pytest.approx(12 + 40 * numel / ranks / rate)
+        assert found.step.sent_bytes == pytest.approx(3 * (ranks - 1) / ranks * 4 * numel)
+        assert found.memory.parameters == found.memory.gradients == found.memory.buffers == 4 * numel / 4
+    with pytest.raises(InvalidArgument, match="without the layers"):
+        planned(method, quick(2, disk_bytes_per_s=rate), replace(profile, blocks=()))
+
+
 # -- three axes ----------------------------------------------------------------------------------------
 
 

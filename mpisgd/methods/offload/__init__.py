@@ -1,0 +1,1 @@
+"""State, or all of a model, in files."""
