@@ -147,7 +147,8 @@ def _sabotaged(found: Sequence[Tried]) -> Iterator[Tried]:
         if program.loses:
             continue  # the ranks that are left go on with a reference that is made afterwards
         sabotage = SABOTAGES[number % len(SABOTAGES)]
-        if not sabotage.applies(program.ranks):
+        # Where the number of ranks changes they communicate again, and the last one may have gone.
+        if program.is_resized or not sabotage.applies(program.ranks):
             sabotage = Sabotage.WRONG_SCALE
         verdict = _backend().run(program, sabotage)
         is_found = verdict.kind in ("values", "bits")

@@ -57,8 +57,8 @@ class Verdict:
     """What became of a program.
 
     Attributes:
-        kind: "ok", "refused", or what is wrong: "values", "bits", "variant", "error NAME", "hang", "crash",
-            "crash NAME".
+        kind: "ok", "refused", or what is wrong: "values", "bits", "variant", "no reference", "error NAME",
+            "hang", "crash", "crash NAME".
         text: in words.
         is_healthy: whether the job can run other programs.
         bits: of each rank: hashes of its parameters, by event, and of its states.
@@ -220,6 +220,8 @@ def _judge(outcomes: Sequence[Outcome], ranks_agree: bool, may_be_refused: bool)
     failures = [outcome.failure for outcome in outcomes]
     if impossible and all(failures):
         return Verdict("refused", f"torch: {impossible[0].text}", is_healthy=len(set(failures)) == 1)
+    if impossible and not any(failures):
+        return Verdict("no reference", f"one process ends with {impossible[0].kind}: {impossible[0].text}")
     alike = len({failure and (failure.event, failure.kind) for failure in failures}) == 1
     first = next((failure for failure in failures if failure), None)
     is_allowed = first is not None and (first.event < 0 or may_be_refused)

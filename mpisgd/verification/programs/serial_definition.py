@@ -39,6 +39,9 @@ def why_undefined(program: Program) -> str:
     reduces = compresses or options.get("op") is mpisgd.Adasum
     if not (is_local or reduces):
         return "no paper of what buckets have together, unless each parameter has its own"
+    has_sparse = any("sparse" in layer.kind for layer in program.layers)
+    if has_sparse and compresses and not is_local:
+        return "sparse gradients travel as they are, and the paper compresses all"
     if why := _why_no_paper(program, strategy):
         return why
     if is_local and sent.of_buckets and cap not in ("", "1"):

@@ -8,8 +8,8 @@ from torch import nn
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
-from mpisgd.verification.programs.compare import difference, observe
-from mpisgd.verification.programs.execute import Run
+from mpisgd.verification.programs.compare import difference, judge, observe
+from mpisgd.verification.programs.execute import Failure, Run
 from mpisgd.verification.programs.program import Layer, Optimizer, Program, Step
 
 
@@ -97,3 +97,10 @@ def test_a_difference_is_never_more_than_a_hundredth_of_what_a_step_moved():
 def test_trainings_that_are_not_finite_alike_say_nothing():
     outcome = observe(PROGRAM, run_of(1.0, float("nan")), None, [("renamed", run_of(1.0, float("nan")))])
     assert "not finite" in outcome.wrong
+
+
+def test_a_reference_that_fails_where_the_training_does_not_is_no_equality():
+    failed = run_of(1.0)
+    failed.failure = Failure(0, "NotImplementedError", "no such kernel")
+    outcome = observe(PROGRAM, run_of(1.0, 1.1), failed, ())
+    assert judge([outcome], ranks_agree=True).kind == "no reference"
