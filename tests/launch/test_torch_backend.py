@@ -295,9 +295,9 @@ def test_a_monitored_barrier_says_what_gloos_says(start):
         import warnings
         from datetime import timedelta
         import torch.distributed as dist
-        from torch.distributed import monitored_barrier
 
         dist.init_process_group("mpisgd")
+        from torch.distributed import monitored_barrier
         rank, short = dist.get_rank(), timedelta(seconds=0.3)
         two, one, all_late, at_once = (dist.new_group() for _ in range(4))
         reversed_pair = dist.new_group([2, 0], sort_ranks=False)

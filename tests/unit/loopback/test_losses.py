@@ -142,6 +142,7 @@ def test_elastic_training_goes_on_with_those_that_are_left():
         assert [each for each in outcomes if each is not LOST] == [(step, weights, size)] * size
 
 
+@pytest.mark.long
 def test_a_loss_at_the_end_of_elastic_training_is_recovered_from_by_all_that_are_left():
     """Some had asked the others whether to end, who began to recover: each waited for the other's call."""
 
