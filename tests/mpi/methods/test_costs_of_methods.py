@@ -34,12 +34,12 @@ STAGES = ("", "stage=2, ", "overlap_forward=True, ")
 BY_DATA = compress.Threshold
 
 
-# What is kept beyond what the cost says, as measured: by the beginning of the case's name.
+# What is kept beyond what the cost says, as measured: by the beginning of the case's name. Why is not known.
 BEYOND = {
-    "Synchronous(), QSGD(bits=2, segment=5": "4.5 % at 2 ranks: a scale for every 5 elements",
+    "Synchronous(), QSGD(bits=2, segment=5": "4.5 % at 2 ranks",
     **dict.fromkeys(
         [f"Sharded({given}offload=Offload(folder={tempfile.gettempdir()!r}, block_bytes" for given in STAGES],
-        "3.4 MB at 2 ranks, 4.1 MB at 3: the state of a piece is larger than a block of 256 KiB",
+        "3.4 MB at 2 ranks, 4.1 MB at 3",
     ),
 }
 
