@@ -45,9 +45,14 @@ def check(mode: Mode, sabotages: list[Sabotage]) -> None:
     everyone(not wrong, f"{wrong}")
 
 
-@pytest.mark.parametrize(
-    ("place", "mode"), list(enumerate(HERE)), ids=lambda value: getattr(value, "name", "")
-)
+# Pairs of a strategy and a compressor are tried on threads by tests/unit/fuzzing, and under MPI with --long.
+PLACES = [
+    pytest.param(place, mode, marks=pytest.mark.long if ", compress." in mode.name else ())
+    for place, mode in enumerate(HERE)
+]
+
+
+@pytest.mark.parametrize(("place", "mode"), PLACES, ids=lambda value: getattr(value, "name", ""))
 def test_a_mode_is_equal_and_a_sabotage_is_found(place: int, mode: Mode):
     check(mode, [Sabotage.NONE, SABOTAGES[place % len(SABOTAGES)]])
 
