@@ -28,7 +28,7 @@ def test_the_command_prints_a_table():
     done = run_python("-m", "mpisgd", "memory", "--parameters", "1e9", "--optimizer", "Adam", "--ranks", "4")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("Sharded(stage=2) ")]
-    assert lines[0].split()[1:] == ["4", "GB", "1", "GB", "2", "GB", "23.8", "MB", "7.024", "GB"]
+    assert lines[0].split()[1:] == ["4", "GB", "1", "GB", "2", "GB", "23.8", "MB", "0", "B", "7.024", "GB"]
 
 
 def test_the_command_knows_models_by_name():

@@ -14,6 +14,7 @@ different steps; and the mean may be taken during the next `overlap_steps` steps
     x_i <- overlap_alpha x_i + (1 - overlap_alpha) z
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from mpisgd.arguments import check_count, check_positive, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import InvalidArgument
+from mpisgd.errors import InvalidArgument, PeerLost
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
 from mpisgd.methods.diloco import paper
@@ -288,9 +290,9 @@ class _Fragment:
         return outer
 
     def arrive(self) -> None:
-        """Return when what is on its way has arrived."""
-        self._wait()
-        self._wait = lambda: None
+        """Return when what is on its way has arrived; what fails is raised once."""
+        wait, self._wait = self._wait, lambda: None
+        wait()
 
     def _finish(self, params: list[Tensor]) -> None:
         """Take the outer step, and go on from there.
@@ -350,6 +352,13 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         for fragment in self._fragments:
             fragment.arrive()
             fragment.note_options()
+
+    def move_to(self, group: Group) -> None:
+        """See `Synchronizer`: what was on its way when a rank was lost never arrives, and is in no commit."""
+        for fragment in self._fragments:
+            with contextlib.suppress(PeerLost):
+                fragment.arrive()
+        super().move_to(group)
 
     def synchronize(self) -> None:
         """Begin and finish what is due. Collective where anything is."""

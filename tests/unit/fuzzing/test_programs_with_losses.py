@@ -107,6 +107,17 @@ def test_shrinking_keeps_the_loss_that_it_needs():
     assert (len(event.ranks), event.waits) == (1, 3)
 
 
+# DiLoCo waited for a mean that was on its way when a rank was lost, in every world that followed: each
+# recovery led to the next one.
+
+
+@pytest.mark.parametrize("waits", [1, 3, 5, 8])
+def test_what_was_on_its_way_when_a_rank_was_lost_is_not_waited_for(waits):
+    strategy = "mpisgd.DiLoCo(sync_every=3, overlap_steps=1)"
+    events = (*(STEP * 2), Commit(), *STEP, Lose((2,), waits), *(STEP * 3))
+    assert run(program(*events, optimizer="AdamW", settings=(("lr", 0.01),), strategy=strategy)) == "ok"
+
+
 # -- what cannot be recovered from is refused on all that are left ----------------------------------------
 
 
