@@ -39,9 +39,14 @@ def clip_grad_norm_(
         The norm before, in float64, the same on every rank.
 
     Raises:
-        RuntimeError: it is not finite, where that is asked for; raised on every rank, nothing is scaled.
+        RuntimeError: it is not finite, where that is asked for, or a gradient without elements has no norm of
+            this order, as in torch; raised on every rank, nothing is scaled.
     """
-    norms = torch._foreach_norm(grads, norm_type) if grads else []
+    norms: Sequence[Tensor] | RuntimeError
+    try:
+        norms = torch._foreach_norm(grads, norm_type) if grads else []
+    except RuntimeError as exc:
+        norms = exc
     total, factor = clip_factor(norms, owners, group, max_norm, norm_type, error_if_nonfinite)
     if grads:
         torch._foreach_mul_(grads, factor)
@@ -49,7 +54,7 @@ def clip_grad_norm_(
 
 
 def clip_factor(
-    norms: Sequence[Tensor],
+    norms: Sequence[Tensor] | RuntimeError,
     owners: Sequence[int],
     group: Group,
     max_norm: float,
@@ -59,13 +64,17 @@ def clip_factor(
     """Return the norm of all gradients and what they are to be multiplied by; see `clip_grad_norm_`.
 
     Args:
-        norms: of this rank's pieces.
+        norms: of this rank's pieces; or why they have none, which every rank raises.
     """
-    device = norms[0].device if norms else torch.device("cpu")
-    mine = [torch.zeros((), dtype=torch.float64, device=device), *(norm.double() for norm in norms)]
     everyones = torch.empty(group.size, dtype=torch.float64)
-    total_here = on_host(torch.linalg.vector_norm(torch.stack(mine), norm_type))
-    all_gather_into_tensor(everyones, total_here.view(1), group)
+    all_gather_into_tensor(everyones, _norm_here(norms, norm_type).view(1), group)
+    if (everyones < 0).any():
+        failed = [group.ranks[rank] for rank in (everyones < 0).nonzero().flatten().tolist()]
+        cause = norms if isinstance(norms, RuntimeError) else None
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of a gradient without elements is not defined; "
+            f"there is one on rank(s) {', '.join(map(str, failed))}"
+        ) from cause
     total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
@@ -73,3 +82,12 @@ def clip_factor(
             "scale them anyway, set error_if_nonfinite=False"
         )
     return total, torch.clamp(max_norm / (total + TINY), max=1.0)
+
+
+def _norm_here(norms: Sequence[Tensor] | RuntimeError, norm_type: float) -> Tensor:
+    """Return the norm of this rank's pieces, in float64; -1 where they have none."""
+    if isinstance(norms, RuntimeError):
+        return torch.full((), -1.0, dtype=torch.float64)
+    device = norms[0].device if norms else torch.device("cpu")
+    mine = [torch.zeros((), dtype=torch.float64, device=device), *(norm.double() for norm in norms)]
+    return on_host(torch.linalg.vector_norm(torch.stack(mine), norm_type))
