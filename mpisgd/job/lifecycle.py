@@ -73,8 +73,8 @@ def init(
     are more ranks than cores, no one-sided communication over UCX, no search for a network that is not there,
     torch's threads = cores / ranks on this host, and the current GPU = local rank modulo the number of GPUs.
     Until something imports `torch._dynamo`, torch's optimizers do without it. Under a launcher, RANK,
-    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set if they are not, and what exists by now is exempt from
-    garbage collection (`gc.freeze`). `shutdown()` undoes this, but for what MPI and the GPU have been told.
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set if they are not, and what existed before is exempt
+    from garbage collection (`gc.freeze`). `shutdown()` undoes this, but for what MPI and the GPU were told.
 
     Args:
         comm: an mpi4py communicator of the ranks that take part, duplicated; default MPI.COMM_WORLD.
@@ -123,6 +123,7 @@ def init(
     config.check()  # what is wrong should be known before MPI starts
     keep_freed_memory(config.keep_memory() if keep_memory is None else keep_memory)
     defer_import()
+    freeze_modules()  # before there is a world, which the collector must find when it is left after a loss
     with within(limit_s, "mpisgd.init()"):
         try:
             _start(comm, num_threads, limit_s, gpu or config.gpu(), pg_options)
@@ -152,7 +153,6 @@ def _start(
     if (path := next((path for _, path, _ in wishes if path), None)) is not None:
         tracing.start_recorder(path, job.world)
     publish_rank()
-    freeze_modules()
     start_counting()
     start_step_log(communicator.rank, communicator.size)
     if job.complaint:
