@@ -314,14 +314,16 @@ def carried_over(state: Any, fresh: Any, was: Mapping[int, int]) -> Any:
 
     Args:
         state: as it was.
-        fresh: of the ranks and parameters of now, as they would begin.
+        fresh: of the ranks and parameters of now, as they would begin; None where one rank keeps nothing.
         was: which rank each one was that has its own back.
     """
+    if state is None:
+        return fresh
     if not is_dataclass(state) or isinstance(state, type):
         return state
     kept: dict[str, Any] = {}
     for each in fields(state):
-        value, anew = getattr(state, each.name), getattr(fresh, each.name)
+        value, anew = getattr(state, each.name), getattr(fresh, each.name, None)
         owner = each.metadata[OWNER]
         if owner == "part":
             kept[each.name] = carried_over(value, anew, was)
@@ -330,10 +332,11 @@ def carried_over(state: Any, fresh: Any, was: Mapping[int, int]) -> Any:
         elif each.metadata[LOST] == REBUILD and any(
             value.keys() ^ was.keys() or i != j for i, j in was.items()
         ):
-            kept[each.name] = anew
+            kept[each.name] = anew or {}
         else:
-            mine = {i: _with_new(value[j], anew.get(i)) for i, j in was.items() if j in value}
-            kept[each.name] = {**anew, **mine}
+            begun = anew or {}
+            mine = {i: _with_new(value[j], begun.get(i)) for i, j in was.items() if j in value}
+            kept[each.name] = {**begun, **mine}
     return replace(state, **kept)
 
 

@@ -314,3 +314,17 @@ def test_a_failed_backward_after_a_reload_has_sent_something_or_nothing(compress
     assert ("not interrupted" in dict(variants(program))) == has_reduced
     verdict = ThreadsBackend().run(program)
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Seeds 2764, 2192, 2906. Where one rank goes on alone nothing of a compressor is kept, and the reference
+# failed; a reference that fails had counted as equal.
+
+
+@pytest.mark.parametrize("compression", ["OneBit()", "Threshold(value=1.0)", "DeepGradient(ratio=0.5)"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_one_rank_goes_on_alone_and_others_come_back(compression, has_begun):
+    step = (ZeroGrad(), Backward((2,)), Step())
+    optimizer = Optimizer("SGD", (("lr", 0.5),), (0,), (("compression", f"mpisgd.compress.{compression}"),))
+    events = (*(step if has_begun else ()), Reload(ranks=1), *step, Reload(ranks=2), *step)
+    verdict = ThreadsBackend().run(Program(2764, 2, 0, False, (Layer(),), (optimizer,), events))
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
