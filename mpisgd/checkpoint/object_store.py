@@ -11,25 +11,11 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
-import fsspec
 from fsspec.core import url_to_fs
 
-from mpisgd.arguments import shown
-from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.errors import MpisgdError
 
-__all__ = ["ObjectStore", "check_url"]
-
-
-def check_url(kind: str, what: str, url: str) -> str:
-    """Return a URL without a slash at its end; raise InvalidArgument where its protocol is not known."""
-    protocol = url.partition("::")[0].partition("://")[0]
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as exc:
-        raise InvalidArgument(
-            f"{kind}: {what}={shown(url)}: {exc}; expected a path, or a URL that fsspec knows"
-        ) from exc
-    return url.rstrip("/")
+__all__ = ["ObjectStore"]
 
 
 class ObjectStore:
@@ -70,7 +56,8 @@ class ObjectStore:
         with _os_errors(self.at(name)):
             info = self._fs.info(self._path(name))
             if info["type"] == "file":
-                return self._fs.open(self._path(name), "rb"), int(info["size"])
+                file = _Reader(self._fs.open(self._path(name), "rb"), self.at(name))
+                return io.BufferedReader(file), int(info["size"])
         raise ValueError(f"it is no file but a {info['type']}")
 
     def put(self, name: str, write: Callable[[BinaryIO], None], mode: int | None) -> None:
@@ -111,6 +98,29 @@ class ObjectStore:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+class _Reader(io.RawIOBase):
+    """A file of fsspec's that raises OSError where it cannot be read."""
+
+    def __init__(self, file: Any, where: str) -> None:
+        self._file, self._where = file, where
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, memory: Any, /) -> int:
+        """Read into memory; return the number of bytes, 0 at the end."""
+        with _os_errors(self._where):
+            return int(self._file.readinto(memory))
+
+    def close(self) -> None:
+        """Close the file, too."""
+        if not self.closed:
+            with _os_errors(self._where):
+                self._file.close()
+        super().close()
 
 
 @contextlib.contextmanager

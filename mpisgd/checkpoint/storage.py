@@ -59,18 +59,21 @@ class Storage(Protocol):
 
 
 def as_location(kind: str, what: str, value: object) -> Location:
-    """Return `value` as a path, or as the URL that it is; or raise InvalidArgument.
+    """Return `value` as a path, or as a URL without slashes at its end; or raise InvalidArgument.
+
+    Whether fsspec reaches a URL is found where it is used: one rank may have a package that others lack.
 
     Args:
         kind: of the operation, for messages.
         what: the argument's name.
-        value: a path, or a URL of a protocol that fsspec knows, such as "s3://bucket/runs/a".
+        value: a path, or a URL such as "s3://bucket/runs/a"; one of local files is a path.
     """
     if not isinstance(value, str) or URL.match(value) is None:
         return as_path(kind, what, value)
-    from mpisgd.checkpoint.object_store import check_url  # fsspec is imported where there is a URL
-
-    return check_url(kind, what, value)
+    protocol, mark, place = value.partition("://")
+    if protocol in ("file", "local"):
+        return as_path(kind, what, place)
+    return protocol + mark + place.rstrip("/")
 
 
 def storage_at(folder: Location) -> Storage:
@@ -84,13 +87,14 @@ def storage_at(folder: Location) -> Storage:
 
 def find(location: Location) -> tuple[Storage, str | None]:
     """Return the storage in which a file is, and its name; None as the name where `location` is no file."""
-    text = str(location)
-    folder, _, name = text.rpartition("/")
     if isinstance(location, Path):
         if location.exists() and not location.is_dir():
             return Folder(location.parent), location.name
-    elif name and (storage := storage_at(folder)).is_file(name):
-        return storage, name
+    else:
+        protocol, mark, place = location.partition("://")
+        folder, _, name = place.rpartition("/")
+        if name and (storage := storage_at(protocol + mark + folder)).is_file(name):
+            return storage, name
     return storage_at(location), None
 
 

@@ -17,7 +17,7 @@ from mpisgd.checkpoint.newest import Seen, newest_intact
 from mpisgd.checkpoint.object_store import ObjectStore
 from mpisgd.checkpoint.saving import Content, to_disk
 from mpisgd.checkpoint.serialization import encode
-from mpisgd.checkpoint.storage import checkpoints_in, find, name_of, remove_older
+from mpisgd.checkpoint.storage import as_location, checkpoints_in, find, name_of, remove_older
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.threads_as_ranks import run_ranks
 
@@ -59,13 +59,17 @@ class FailingFileSystem(MemoryFileSystem):
     def _open(self, path, mode="rb", **options):
         self.note(f"open {mode}")
         found = super()._open(path, mode, **options)
-        return found if mode == "rb" else FailingFile(self, found.path)
+        return FailingFile(self, found.path, found.getvalue() if mode == "rb" else None)
 
 
 class FailingFile(MemoryFile):
     def write(self, data):
         FailingFileSystem.note("write")
         return super().write(data)
+
+    def readinto(self, memory):
+        FailingFileSystem.note("readinto")
+        return super().readinto(memory)
 
     def close(self):
         FailingFileSystem.note("close")
@@ -192,9 +196,10 @@ def test_reading_fails_with_an_error_of_the_system_and_damage_is_passed_over(cap
     FailingFileSystem.num_calls, FailingFileSystem.fails_at = 0, 1
     with pytest.raises(OSError, match="Broken: ls"):
         newest_intact(url, [Seen("host", -1)], ())
-    FailingFileSystem.num_calls, FailingFileSystem.fails_at = 0, 2  # the newest one cannot be opened
-    assert newest_intact(url, [Seen("host", -1)], ()).document.step == 10
-    assert "cannot be read" in capsys.readouterr().err
+    for number in (2, 3, 4):  # info, open, readinto: the newest one cannot be opened, or not be read
+        FailingFileSystem.num_calls, FailingFileSystem.fails_at = 0, number
+        assert newest_intact(url, [Seen("host", -1)], ()).document.step == 10
+        assert "cannot be read" in capsys.readouterr().err
     (file,) = (file for path, file in MemoryFileSystem.store.items() if path.endswith(name_of(20)))
     file.truncate(60)
     assert newest_step(url) == 10
@@ -241,10 +246,38 @@ def test_mistakes_are_told_on_every_rank():
         return said
 
     for said in run_ranks(2, mistaken):
-        assert "folder='nosuch://a/b'" in said[0]
-        assert "URL that fsspec knows" in said[0]
+        assert "checkpoint.save: nosuch://a/b: ValueError: Protocol not known: nosuch" in said[0]
         assert "has no permissions" in said[1]
         assert "checkpoint.load: memory://nothing/there holds no whole checkpoint" in said[2]
+
+
+def test_a_rank_that_lacks_the_package_of_a_protocol_takes_part(monkeypatch):
+    """It raised alone, and the first rank, which has the package, waited."""
+    url_to_fs = object_store.url_to_fs
+
+    def lacking(url, **options):
+        if mpisgd.rank():
+            raise ImportError("Install s3fs to access S3")
+        return url_to_fs(url, **options)
+
+    def save_and_load() -> tuple:
+        saved = checkpoint.save("memory://runs/c", 1, x=1)
+        return saved, checkpoint.latest("memory://runs/c"), checkpoint.load("memory://runs/c")["x"]
+
+    monkeypatch.setattr(object_store, "url_to_fs", lacking)
+    url = f"memory://runs/c/{name_of(1)}"
+    assert run_ranks(2, save_and_load, ranks_per_host=(1, 1)) == [(url, url, 1)] * 2
+
+
+def test_a_file_at_the_root_of_a_store_is_found():
+    to_disk("memory://", content(7), None, None)
+    storage, name = find(f"memory://{name_of(7)}")
+    assert content_of(storage, name)
+    assert as_location("load", "path", "memory:///") == "memory://"
+
+
+def test_a_url_of_local_files_is_a_path(tmp_path):
+    assert as_location("load", "path", f"file://{tmp_path}/a/") == tmp_path / "a"
 
 
 def test_a_path_is_no_url(tmp_path):
