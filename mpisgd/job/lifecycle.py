@@ -124,12 +124,16 @@ def init(
     keep_freed_memory(config.keep_memory() if keep_memory is None else keep_memory)
     defer_import()
     freeze_modules()  # before there is a world, which the collector must find when it is left after a loss
-    with within(limit_s, "mpisgd.init()"):
-        try:
-            _start(comm, num_threads, limit_s, gpu or config.gpu(), pg_options)
-        except RuntimeError as exc:
-            abort_if_mpi_failed(exc)
-            raise
+    try:
+        with within(limit_s, "mpisgd.init()"):
+            try:
+                _start(comm, num_threads, limit_s, gpu or config.gpu(), pg_options)
+            except RuntimeError as exc:
+                abort_if_mpi_failed(exc)
+                raise
+    except BaseException:
+        changes.close()  # no job's end will undo them
+        raise
 
 
 def _start(

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from mpisgd.job import process_changes
+from mpisgd.job import lifecycle, process_changes
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -61,3 +61,14 @@ def test_ranks_do_not_search_torchs_modules_for_garbage(monkeypatch, launched, f
     process_changes.freeze_modules()
     process_changes.changes.pop_all()
     assert len(calls) == times
+
+
+def test_where_no_job_begins_the_process_is_as_before(monkeypatch):
+    undone = []
+    process_changes.changes.callback(undone.append, 1)
+    monkeypatch.setattr(lifecycle, "_start", lambda *_: 1 / 0)
+    monkeypatch.setattr(lifecycle, "job_place", lambda: lifecycle.PROCESS)
+    monkeypatch.setattr(lifecycle.PROCESS, "job", None)
+    with pytest.raises(ZeroDivisionError):
+        lifecycle.init()
+    assert undone == [1]
