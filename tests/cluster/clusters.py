@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import progress
+from launcher import python
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, str(ROOT / "scripts" / "emulation" / "virtual_cluster.py")]
@@ -40,4 +41,4 @@ def run_on(
 
 def run_code(hosts: str, code: str, *, options: str = "") -> subprocess.CompletedProcess[str]:
     """As `run_on`, for the text of a Python program."""
-    return run_on(hosts, sys.executable, "-c", textwrap.dedent(code), options=options)
+    return run_on(hosts, python(), "-c", textwrap.dedent(code), options=options)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clusters import run_on
+from launcher import python
 
 
 def bench(hosts: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Run a quick benchmark on a cluster; its record."""
     file = folder / "record.json"
-    command = [sys.executable, "-m", "mpisgd", "bench", *arguments, "--quick", "--json", str(file)]
+    command = [python(), "-m", "mpisgd", "bench", *arguments, "--quick", "--json", str(file)]
     done = run_on(hosts, *command)
     assert done.returncode == 0, done.stderr
     record: dict[str, Any] = json.loads(file.read_text())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from clusters import ROOT, run_on
+from launcher import python
 from mistake_reports import check_reports
 
 PROGRAM = str(ROOT / "tests" / "launch" / "programs" / "mistakes.py")
@@ -14,7 +13,7 @@ HOSTS = [pytest.param("1,1", marks=LONG), "2,1", pytest.param("2,2", marks=LONG)
 
 
 def check(hosts: str, *options: str) -> None:
-    done = run_on(hosts, sys.executable, PROGRAM, *options)
+    done = run_on(hosts, python(), PROGRAM, *options)
     check_reports(done, sum(map(int, hosts.split(","))))
 
 
@@ -36,7 +35,7 @@ def test_at_the_pace_of_a_job(hosts):
     ("how", "what"), [("returns", "recv"), pytest.param("exits", "all_reduce of a group", marks=LONG)]
 )
 def test_a_rank_that_leaves_early_ends_the_job_with_one_error(hosts, how, what):
-    done = run_on(hosts, sys.executable, PROGRAM, how, what)
+    done = run_on(hosts, python(), PROGRAM, how, what)
     assert done.returncode not in (0, 124), done.stderr
     assert done.stderr.count("raised, the job ends:") == 1, done.stderr
     assert "shutdown" in done.stderr, done.stderr

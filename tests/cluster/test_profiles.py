@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from clusters import run_code, run_on
+from launcher import python
 
 from mpisgd.tuning.profile import read
 
@@ -13,7 +12,7 @@ from mpisgd.tuning.profile import read
 def test_uneven_hosts_give_a_profile_for_every_kind_of_group(tmp_path):
     out = tmp_path / "profile.json"
     arguments = ("tune", "--budget", "3", "--passes", "1", "--max-size", "1KiB", "--out", str(out))
-    done = run_on("2,1", sys.executable, "-m", "mpisgd", *arguments)
+    done = run_on("2,1", python(), "-m", "mpisgd", *arguments)
     assert done.returncode == 0, done.stderr
     model = read(out)
     assert [measured.ranks_per_host for measured in model.measured] == [(2, 1), (2,), (1, 1)]

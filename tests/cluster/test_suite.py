@@ -6,11 +6,11 @@ part runs here. What concerns a single host, or no other rank at all, is left to
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from clusters import run_on
+from launcher import python
 
 SELECTION = " or ".join(
     [
@@ -54,7 +54,7 @@ RANK = 'log=$1; shift; exec "$@" >"$log/rank-$OMPI_COMM_WORLD_RANK" 2>&1'
 
 def run_tests(hosts: str, logs: Path, *arguments: str) -> None:
     """Run tests of tests/mpi on a cluster; where they fail, the first failing rank's log is the reason."""
-    pytest_command = [sys.executable, "-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider"]
+    pytest_command = [python(), "-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider"]
     pytest_command += ["-m", "not long"]
     done = run_on(hosts, "sh", "-c", RANK, "sh", str(logs), *pytest_command, *arguments, logs=[logs])
     summaries = {path.name: path.read_text(errors="replace") for path in sorted(logs.iterdir())}

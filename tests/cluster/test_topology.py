@@ -7,12 +7,12 @@ mpisgd must not notice.
 from __future__ import annotations
 
 import json
-import sys
 from functools import lru_cache
 from typing import Any
 
 import pytest
 from clusters import run_code, run_on
+from launcher import python
 
 REPORT = """
     import json, socket
@@ -71,7 +71,7 @@ def test_only_ranks_of_one_host_share_memory(hosts):
 
 @LONG
 def test_info_tells_the_hosts():
-    done = run_on("2,2", sys.executable, "-m", "mpisgd", "info")
+    done = run_on("2,2", python(), "-m", "mpisgd", "info")
     assert done.returncode == 0, done.stderr
     assert "Job: 4 ranks on 2 hosts" in done.stdout
     lines = [line.strip() for line in done.stdout.splitlines()]

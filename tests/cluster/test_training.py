@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import progress
 import pytest
 from clusters import ENVIRONMENT, ROOT, run_on
+from launcher import python
 
-TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py"), "--dtype", "float64"]
+TRAIN = [str(ROOT / "scripts" / "train.py"), "--dtype", "float64"]
 TRAIN += ["--model", "mlp", "--batch-size", "120", "--epochs", "3", "--metrics"]
 
 
@@ -32,7 +32,7 @@ def alone(tmp_path_factory) -> list[Any]:
     """The losses of one process without mpirun."""
     metrics = tmp_path_factory.mktemp("alone") / "metrics.jsonl"
     env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    done = progress.run([*TRAIN, str(metrics)], env=env)
+    done = progress.run([python(), *TRAIN, str(metrics)], env=env)
     assert done.returncode == 0, done.stderr
     return losses(metrics)
 
@@ -40,7 +40,7 @@ def alone(tmp_path_factory) -> list[Any]:
 @pytest.mark.parametrize("hosts", ["2,2", pytest.param("1,1,1", marks=LONG), pytest.param("2,1", marks=LONG)])
 def test_curve_equals_one_process(hosts, alone, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    done = run_on(hosts, *TRAIN, str(metrics))
+    done = run_on(hosts, python(), *TRAIN, str(metrics))
     assert done.returncode == 0, done.stderr
     assert len(alone) >= 3
     assert losses(metrics) == pytest.approx(alone, rel=1e-10)
@@ -49,6 +49,6 @@ def test_curve_equals_one_process(hosts, alone, tmp_path):
 @LONG
 def test_curve_differs_without_communication(alone, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    done = run_on("2,1", *TRAIN, str(metrics), "--no-sync")
+    done = run_on("2,1", python(), *TRAIN, str(metrics), "--no-sync")
     assert done.returncode == 0, done.stderr
     assert losses(metrics) != pytest.approx(alone, rel=1e-4)

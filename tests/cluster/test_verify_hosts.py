@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import progress
 from clusters import ENVIRONMENT, ROOT
+from launcher import python
 
 
 def test_it_starts_a_job_on_two_hosts(tmp_path):
     path = tmp_path / "cells.json"
     words = ["verify", "--quick", "--only", "PerHost(TopK", "--ranks", "3", "--json", str(path)]
-    done = progress.run([sys.executable, "-m", "mpisgd", *words], env=ENVIRONMENT, cwd=ROOT)
+    done = progress.run([python(), "-m", "mpisgd", *words], env=ENVIRONMENT, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "pretended" not in done.stderr
     cells = json.loads(path.read_text())["cells"]

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import progress
 import pytest
 from clusters import COMMAND, ROOT, run_on
+from launcher import python
 
 
 def shell(script: str) -> list[str]:
@@ -34,7 +34,7 @@ def test_ranks_fill_the_hosts_in_order():
 
 def test_hosts_have_cores_of_their_own():
     cores = "import os; print(os.sched_getaffinity(0), flush=True)"
-    done = run_on("1,1", sys.executable, "-c", cores)
+    done = run_on("1,1", python(), "-c", cores)
     expected = 2 if len(os.sched_getaffinity(0)) > 1 else 1
     assert len(set(done.stdout.splitlines())) == expected, done.stdout + done.stderr
 
@@ -123,7 +123,7 @@ def test_usage_errors_are_said_at_once(arguments):
 def test_links_carry_their_rate_and_no_more(tmp_path):
     """Mbit/s of payload; headers take 4 to 5 %, and a busy machine may take more, so the floor is low."""
     script = str(ROOT / "scripts" / "emulation" / "link_rate.py")
-    done = run_on("2,1", sys.executable, script, "--json", str(tmp_path / "links"), rate="200mbit")
+    done = run_on("2,1", python(), script, "--json", str(tmp_path / "links"), rate="200mbit")
     assert done.returncode == 0, done.stderr
     (link,) = json.loads((tmp_path / "links").read_text())
     assert link["hosts"] == ["node1", "node2"]

@@ -2,7 +2,8 @@
 
 Most jobs of these tests last a second, and to import torch takes each rank another one. mpirun starts
 `preloaded_client.py` as a rank; the program then runs in a child of this server, with the rank's arguments,
-environment, working directory, files and cores, and whatever mpirun does to the rank is done to the child.
+environment, working directory, files, cores and namespaces (on an emulated host), and whatever mpirun does to
+the rank is done to the child.
 
 It is not a start of Python: what a test says about imports, memory, or the command line of a process needs
 one. So does what hash seeds could hide, which are the same on all ranks here.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import functools
 import marshal
 import os
@@ -19,6 +21,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import types
 import warnings
@@ -108,6 +111,52 @@ def end_as_python(run: Callable[[], None]) -> None:
         sys.exit(128 + signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1)
 
 
+class Namespaces:
+    """Those of a client that are not the server's: it is on an emulated host."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        size = struct.calcsize("3i")
+        client, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        self._others = [
+            os.open(f"/proc/{client}/ns/{kind}", os.O_RDONLY)
+            for kind in ("ipc", "uts", "net", "mnt")
+            if not os.path.samefile(f"/proc/{client}/ns/{kind}", f"/proc/self/ns/{kind}")
+        ]
+        pids = f"/proc/{client}/ns/pid"
+        elsewhere = not os.path.samefile(pids, "/proc/self/ns/pid")
+        self._processes = os.open(pids, os.O_RDONLY) if elsewhere else None
+
+    def fork(self) -> int:
+        """As os.fork; a namespace of processes is that of children alone."""
+        if self._processes is None:
+            return os.fork()
+        own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        set_namespace(self._processes)
+        child = os.fork()
+        if child:
+            set_namespace(own)
+            self._close()
+        os.close(own)
+        return child
+
+    def enter(self) -> None:
+        """Enter them, in the child."""
+        for descriptor in self._others:
+            set_namespace(descriptor)
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in (self._processes, *self._others):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def set_namespace(descriptor: int) -> None:
+    """As os.setns, which Python has from 3.12 on."""
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), "setns failed")
+
+
 class Server:
     """Accepts clients, forks, tells them how their program ended, and ends it where they are gone."""
 
@@ -139,7 +188,9 @@ class Server:
         """Fork for a new client; return its wishes in the child."""
         connection, _ = self._listener.accept()
         wanted, files = receive(connection)
-        if (child := os.fork()) == 0:
+        namespaces = Namespaces(connection)
+        if (child := namespaces.fork()) == 0:
+            namespaces.enter()
             self._listener.close()
             for other in (connection, *(client for _, client in self._children.values())):
                 other.close()
