@@ -21,7 +21,7 @@ from gpu_checks.finding import FAILS
 from simulated_gpu.guard import has_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ("future", "group-timeout")  # the others are called in tests/gpu, without a job of their own
+SHORT = ("future",)  # the others are called in tests/gpu, without a job of their own
 
 
 def gpu_check(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:

@@ -120,7 +120,7 @@ pytestmark = pytest.mark.timeout(1200)  # the first test waits for all jobs
 
 
 def train_text(*args, num_ranks=None):
-    return run_python(str(PROGRAM), *map(str, args), num_ranks=num_ranks, fresh=True)
+    return run_python(str(PROGRAM), *map(str, args), num_ranks=num_ranks)
 
 
 def train_all(runs, num_ranks: int) -> None:
@@ -128,7 +128,7 @@ def train_all(runs, num_ranks: int) -> None:
     path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
     args = json.dumps([(name, [*map(str, options)]) for name, options in runs.items()])
     env = {"PYTHONPATH": path}
-    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env=env, quiet_s=400, fresh=True)
+    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env=env, quiet_s=400)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
@@ -293,7 +293,7 @@ def test_what_does_not_go_with_a_divided_model_is_refused():
     """All in one process, a job of one."""
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))}
     args = json.dumps([[*map(str, (*TINY, *options))] for options, _ in REFUSED])
-    done = run_python("-c", REFUSALS, args, env=env, fresh=True)
+    done = run_python("-c", REFUSALS, args, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     for (options, said), line in zip(REFUSED, done.stdout.splitlines(), strict=True):
         assert said in line, options
