@@ -166,6 +166,19 @@ def test_longer_commands_run(chosen, tmp_path):
     run_commands(chosen, tmp_path)
 
 
+def test_hello_is_one_program_and_prints_what_pages_show(tmp_path):
+    """On all pages; whoever follows one must see what it shows."""
+    programs = {block.text for found in BY_PAGE.values() for block in found if block.title == "hello.py"}
+    assert len(programs) == 1
+    shown = {b.text for found in BY_PAGE.values() for b in found if "first weight" in b.text and not b.title}
+    assert len(shown) == 1
+    program = tmp_path / "hello.py"
+    program.write_text(programs.pop())
+    done = run_python(str(program), num_ranks=4, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(shown.pop().splitlines())
+
+
 # --- options ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,196 @@
+"""What a user gains: examples per second and time to accuracy, beside one process, DDP and Horovod.
+
+    python scripts/bench/bench_overview.py --json runs/overview.json --plot docs/images/overview.png
+
+Two ranks train digits on one host, on two emulated hosts with a link of 1 Gbit/s, and with one of
+100 Mbit/s; each library is a job of its own, and in each round every library has one turn. One process with
+all cores has no link. Horovod is left out where it cannot be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from overview_job import LIBRARIES
+
+from mpisgd.cli.program import run_program
+from mpisgd.cli.provenance import provenance
+
+app = typer.Typer(add_completion=False)
+
+HERE = Path(__file__).resolve().parent
+JOB = HERE / "overview_job.py"
+CLUSTER = HERE.parent / "emulation" / "virtual_cluster.py"
+NETWORKS = {"one host": None, "2 hosts, 1 Gbit/s": "1gbit", "2 hosts, 100 Mbit/s": "100mbit"}
+ALONE = "one process"
+NUM_RANKS = 2
+COLOURS = {
+    "mpisgd": "#0b6e4f",
+    "mpisgd, LocalSGD(8)": "#5fb292",
+    "DDP on gloo": "#3d6fb4",
+    "Horovod": "#8a5a9e",
+    ALONE: "#c8553d",
+}
+
+
+def command(network: str, library: str) -> list[str]:
+    """The start of a job, up to its program."""
+    if library == ALONE:
+        return [sys.executable]
+    rate = NETWORKS[network]
+    if rate is None:
+        return ["mpirun", "-n", str(NUM_RANKS), sys.executable]
+    return [sys.executable, str(CLUSTER), "--hosts", "1,1", "--rate", rate, "--", sys.executable]
+
+
+def run(network: str, library: str, settings: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """Train once; what rank 0 has printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = json.dumps({**settings, "threads": threads, "store": f"{folder}/store"})
+        words = [*command(network, library), str(JOB), library, given]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or len(lines) != 1:
+        raise RuntimeError(f"{library}, {network}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return json.loads(lines[0])
+
+
+def trainings(
+    rounds: int, libraries: Sequence[str], settings: dict[str, Any]
+) -> Iterator[tuple[str, str, Any]]:
+    """Network, library and result of every training, a round after the other."""
+    cores = len(os.sched_getaffinity(0))
+    for seed in range(rounds):
+        for network in NETWORKS:
+            turn = seed % len(libraries)
+            for library in (*libraries[turn:], *libraries[:turn]):
+                if library == ALONE and NETWORKS[network] is not None:
+                    continue
+                counts = (1, cores) if library == ALONE else (max(1, cores // NUM_RANKS),)
+                for threads in counts:
+                    result = run(network, library, {**settings, "seed": seed}, threads)
+                    yield network, f"{library}, {threads} threads" if library == ALONE else library, result
+
+
+def row(section: str, variant: str, curves: Sequence[Any], per_epoch: int, target: float) -> dict[str, Any]:
+    """Medians over rounds: examples per second after the first epoch, and seconds to the accuracy."""
+    rates = [per_epoch * (len(c) - 1) / (c[-1][0] - c[0][0]) for c in curves]
+    times = [next((s for s, accuracy in c if accuracy >= target), None) for c in curves]
+    reached = [seconds for seconds in times if seconds is not None]
+    return {
+        "network": section,
+        "variant": variant,
+        "examples_per_s": statistics.median(rates),
+        "min_examples_per_s": min(rates),
+        "max_examples_per_s": max(rates),
+        "seconds_to_target": statistics.median(reached) if len(reached) == len(times) else None,
+        "accuracy": statistics.median(c[-1][1] for c in curves),
+    }
+
+
+def rows_of(
+    found: Mapping[tuple[str, str], Sequence[Any]], per_epoch: int, target: float
+) -> list[dict[str, Any]]:
+    """The faster of one process's numbers of threads stands for it."""
+    rows = [row(*key, curves, per_epoch, target) for key, curves in found.items()]
+    processes = [one for one in rows if one["variant"].startswith(ALONE)]
+    best = max(processes, key=lambda one: one["examples_per_s"])
+    rows = [one for one in rows if one not in processes or one is best]
+    for one in rows:
+        one["ratio_to_one_process"] = one["examples_per_s"] / best["examples_per_s"]
+    return rows
+
+
+def plot(path: Path, record: Mapping[str, Any]) -> None:
+    """Two panels: rate, and time to accuracy, in groups of bars by network."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    rows = record["rows"]
+    alone = next(one for one in rows if one["variant"].startswith(ALONE))
+    names = [name for name in COLOURS if name != ALONE and any(one["variant"] == name for one in rows)]
+    what = {
+        "examples_per_s": "examples per second (longer is better)",
+        "seconds_to_target": f"seconds to {record['target']:.0%} accuracy (shorter is better)",
+    }
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    for ax, (field, label) in zip(axes, what.items(), strict=True):
+        for place, network in enumerate(NETWORKS):
+            for number, name in enumerate(names):
+                at = place + (number - (len(names) - 1) / 2) * 0.8 / len(names)
+                value = next(o[field] for o in rows if (o["network"], o["variant"]) == (network, name))
+                height = 0.8 / len(names)
+                ax.barh(at, value or 0.0, height, color=COLOURS[name], label=name if place == 0 else None)
+                text = "not reached" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+                ax.text(value or 0.0, at, f" {text}", va="center", fontsize=8)
+        if alone[field] is not None:
+            ax.axvline(alone[field], color=COLOURS[ALONE], linestyle="--", label="one process, all cores")
+        ax.set(yticks=range(len(NETWORKS)), xlabel=label)
+        ax.set_yticklabels([name.replace(", ", "\n") for name in NETWORKS])
+        ax.invert_yaxis()
+        ax.margins(x=0.15)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+@app.command()
+def main(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="trainings of each kind, each with a seed of its own")
+    ] = 3,
+    epochs: Annotated[int, typer.Option(min=2)] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="examples of a step, over all ranks")] = 128,
+    width: Annotated[int, typer.Option(min=1, help="of the two hidden layers")] = 1024,
+    target: Annotated[float, typer.Option(help="accuracy on the test set")] = 0.97,
+    json_file: Annotated[Path | None, typer.Option("--json", readable=False)] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", readable=False)] = None,
+    drawn_from: Annotated[
+        Path | None, typer.Option("--from", help="draw this record, measure nothing")
+    ] = None,
+) -> None:
+    """Measure all libraries in all networks."""
+    if drawn_from is not None:
+        plot(plot_file or Path("overview.png"), json.loads(drawn_from.read_text()))
+        return
+    left_out = {} if importlib.util.find_spec("horovod") else {"Horovod": "it cannot be imported"}
+    libraries = [name for name in LIBRARIES if name not in left_out]
+    settings = {"epochs": epochs, "batch": batch, "width": width}
+    found: dict[tuple[str, str], list[Any]] = {}
+    for network, variant, result in trainings(rounds, libraries, settings):
+        found.setdefault((network, variant), []).append(result["curve"])
+        seconds, accuracy = result["curve"][-1]
+        print(f"{network:<20} {variant:<24} {seconds:7.2f} s  {accuracy:.2%}", flush=True)
+    from sklearn import datasets
+
+    count = len(datasets.load_digits().target)
+    per_epoch = (count - count // 5) // batch * batch
+    record = {
+        "kind": "overview",
+        **provenance(),
+        "title": f"Digits, batch {batch} in all, {NUM_RANKS} ranks",
+        "target": target,
+        "peers_left_out": left_out,
+        "rows": rows_of(found, per_epoch, target),
+    }
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    if plot_file is not None:
+        plot(plot_file, record)
+
+
+if __name__ == "__main__":
+    run_program(app)
