@@ -113,8 +113,8 @@ from mpisgd.sharding.layerwise.offload_parameters import offload_parameters as o
 from mpisgd.sharding.offload.description import Offload as Offload
 from mpisgd.timeline.session import start_timeline as start_timeline
 from mpisgd.timeline.session import stop_timeline as stop_timeline
-from mpisgd.verification.own_model import Verification as Verification
-from mpisgd.verification.own_model import verify as verify
+from mpisgd.tools.verification.own_model import Verification as Verification
+from mpisgd.tools.verification.own_model import verify as verify
 
 __version__: str
 

@@ -1,5 +1,5 @@
-"""`python -m mpisgd`: see `mpisgd.cli`."""
+"""`python -m mpisgd`: see `mpisgd.tools.cli`."""
 
-from mpisgd.cli.main import main
+from mpisgd.tools.cli.main import main
 
 main()

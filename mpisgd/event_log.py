@@ -8,7 +8,7 @@
 Without a log, which is the default, nothing is recorded. The entries of a rank are in its order. How those
 of several ranks lie to each other is said by places: what ranks use one after another, such as a shard of
 a server, has a number that grows with each change, and an entry has the number that it has found or made.
-`mpisgd.verification.replay` puts the entries of all ranks in one order, in which their method's paper
+`mpisgd.tools.verification.replay` puts the entries of all ranks in one order, in which their method's paper
 repeats them.
 
 A log is of a training from its first step on, among the same ranks and without a state that is loaded. It

@@ -32,7 +32,7 @@ def seconds_of(
     Not the median: this machine does other things, too, and the fastest of some turns is what disturbs least.
     """
     import mpisgd
-    from mpisgd.bench.measure import slowest
+    from mpisgd.tools.bench.measure import slowest
 
     action()
     found = []
@@ -61,8 +61,8 @@ def all_reduce_seconds() -> dict[int, float]:
 def measure_cluster() -> Any:
     """What links and memory of this job do, as a `Cluster`. Collective."""
     import mpisgd
-    from mpisgd.plan.cluster import Cluster
-    from mpisgd.plan.files import link_from_times
+    from mpisgd.tools.plan.cluster import Cluster
+    from mpisgd.tools.plan.files import link_from_times
 
     # Within a host what counts is memory, and more than caches have.
     small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
@@ -178,7 +178,7 @@ def exchange_share(
     """
     import mpisgd
     from mpisgd.gossip.graphs import Ring
-    from mpisgd.plan.steps.step_time import rounds_of_graph
+    from mpisgd.tools.plan.steps.step_time import rounds_of_graph
 
     made = [mpisgd.new_group(list(ranks)) for ranks in groups]
     (mine,) = [group for group in made if group.rank >= 0]
@@ -216,7 +216,7 @@ def host_link() -> Any:
     """The memory that the ranks of a host share, of a group of them. Collective."""
     import mpisgd
     from mpisgd.job.rank_info import topology
-    from mpisgd.plan.files import link_from_times
+    from mpisgd.tools.plan.files import link_from_times
 
     groups = [mpisgd.new_group(ranks) for ranks in topology().nodes]
     group = groups[mpisgd.node_rank()]
@@ -235,7 +235,7 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
     from mpisgd.compress.compressor import BucketLayout
     from mpisgd.dtypes import ReduceOp
     from mpisgd.methods.cast.cast import Cast
-    from mpisgd.plan.steps.job import PlannedJob
+    from mpisgd.tools.plan.steps.job import PlannedJob
 
     me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
     compression = method.compression

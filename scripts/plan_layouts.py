@@ -16,10 +16,10 @@ from training.text_pipeline import Scheduled, ScheduleName
 from training.training_pass import Pass, Pipelined, Whole
 
 import mpisgd
-from mpisgd.plan.methods import planned_methods
-from mpisgd.plan.models.gpt import gpt
-from mpisgd.plan.models.model import Model
-from mpisgd.plan.steps.parallel import Parallel
+from mpisgd.tools.plan.methods import planned_methods
+from mpisgd.tools.plan.models.gpt import gpt
+from mpisgd.tools.plan.models.model import Model
+from mpisgd.tools.plan.steps.parallel import Parallel
 
 __all__ = ["DIVIDED", "EXAMPLES", "ONE_EXAMPLE", "SIZE", "TextTraining", "text_sizes", "text_trainings"]
 

@@ -46,7 +46,7 @@ from training.records import (
 from training.train_state import Checkpointer, resume_from
 
 import mpisgd
-from mpisgd.cli.program import run_program
+from mpisgd.tools.cli.program import run_program
 
 Batch = tuple[Tensor, Tensor]
 

@@ -46,8 +46,8 @@ from training.text_state import read_run, read_state, write_checkpoint
 from training.training_pass import Pass, Pipelined, Whole
 
 import mpisgd
-from mpisgd.cli.program import run_program
 from mpisgd.nn import ProgressiveLayerDropping
+from mpisgd.tools.cli.program import run_program
 
 BATCH_SIZE = 48  # divides by 1, 2, 3, 4, 6 and 8 ranks
 

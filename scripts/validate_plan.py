@@ -6,7 +6,7 @@
     python scripts/validate_plan.py report                  # tables and pictures of all portions so far
 
 A portion is one job. In it everything that a prediction is made of is measured: links, memory and cores by
-plan_inputs.py, a rank's step without communication by `mpisgd.plan.recorder`, and what a compressor takes on
+plan_inputs.py, a rank's step without communication by `tools.plan.recorder`, and what a compressor takes on
 one rank. Steps of each method are timed, all of them in turns with steps without communication. A portion
 keeps inputs and times; `report` predicts from the inputs, with the code as it is then. No number of a
 prediction is from a step of the method that is predicted.
@@ -95,8 +95,8 @@ app = typer.Typer(add_completion=False)
 
 def add_models() -> None:
     """Let `bench` know a model between its own ones in size."""
-    from mpisgd.bench.training import MODELS as known
-    from mpisgd.bench.training import mlp
+    from mpisgd.tools.bench.training import MODELS as known
+    from mpisgd.tools.bench.training import mlp
 
     known["wide"] = lambda small: mlp(512, 1536)
 
@@ -116,8 +116,8 @@ class Contest:
     def __init__(self, model: str, cluster: Any, kind: str) -> None:
         from plan_layouts import DIVIDED, ONE_EXAMPLE, text_trainings
 
-        from mpisgd.plan.methods import planned_methods
-        from mpisgd.plan.recorder import StepRecorder
+        from mpisgd.tools.plan.methods import planned_methods
+        from mpisgd.tools.plan.recorder import StepRecorder
 
         self.model, self.cluster = model, cluster
         self.recorder = StepRecorder(10**9, lambda: None)
@@ -130,8 +130,8 @@ class Contest:
     def _trainings(self, methods: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         """A rank's own training, and those of all ranks by the method's name. Collective."""
         import mpisgd
-        from mpisgd.bench.training import StepTask, Training
-        from mpisgd.plan.methods import Overlap, planned_methods
+        from mpisgd.tools.bench.training import StepTask, Training
+        from mpisgd.tools.plan.methods import Overlap, planned_methods
 
         task = StepTask(self.model, MODELS[self.model], mpisgd.size(), optimizer="momentum")
         trainings = {}
@@ -167,7 +167,7 @@ class Contest:
     def _block(self, name: str | None, training: Any, number: int) -> None:
         """Take the steps of a block; the first block of each is a warm-up."""
         import mpisgd
-        from mpisgd.bench.measure import slowest
+        from mpisgd.tools.bench.measure import slowest
 
         steps = PERIOD if name is None or "4)" in name.partition("+")[0] else 2
         mpisgd.barrier()
@@ -229,7 +229,7 @@ class Contest:
 def rank(rate: str, out: Path, models: str = ",".join(MODELS), kind: str = "usual") -> None:
     """What each rank of a portion does."""
     import mpisgd
-    from mpisgd.cli.provenance import provenance
+    from mpisgd.tools.cli.provenance import provenance
 
     deadline = time.perf_counter() + LIMIT_S - 15
     add_models()
@@ -279,7 +279,7 @@ def compressors_seconds(methods: Sequence[Any], cluster: Any, profile: Any) -> d
 def rank_inputs(part: Path, compressors: bool = True) -> None:
     """What each rank does to measure the inputs of a portion again."""
     import mpisgd
-    from mpisgd.plan.methods import planned_methods
+    from mpisgd.tools.plan.methods import planned_methods
 
     mpisgd.init()
     page = json.loads(part.read_text())
@@ -358,10 +358,10 @@ def part_of(hosts: str, rate: str, models: str, kind: str, suffix: str) -> Path:
 
 def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a portion beside what is predicted from its inputs."""
-    from mpisgd.plan.cluster import Cluster, Link
-    from mpisgd.plan.methods import planned_methods
-    from mpisgd.plan.network import Switch
-    from mpisgd.plan.prediction import Options, predict
+    from mpisgd.tools.plan.cluster import Cluster, Link
+    from mpisgd.tools.plan.methods import planned_methods
+    from mpisgd.tools.plan.network import Switch
+    from mpisgd.tools.plan.prediction import Options, predict
 
     links = {name: Link(**part["cluster"][name]) for name in ("between", "within")}
     cluster = Cluster(**{**part["cluster"], **links, "network": Switch()})
@@ -385,8 +385,8 @@ def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 def profile_of(step: dict[str, Any]) -> tuple[Any, dict[str, float]]:
     """A step without communication, and what compressors take in it."""
-    from mpisgd.plan.models.blocks import Block
-    from mpisgd.plan.models.model import Gradient, StepProfile
+    from mpisgd.tools.plan.models.blocks import Block
+    from mpisgd.tools.plan.models.model import Gradient, StepProfile
 
     fields = {name: value for name, value in step.items() if name != "compression_s"}
     fields["gradients"] = tuple(
@@ -442,8 +442,8 @@ def report() -> None:
 
 def measured_kinds(text: str) -> str:
     """Return the module of the kinds that were measured, from the table of all cases."""
-    from mpisgd.plan.checked import kind_of
-    from mpisgd.plan.methods import planned_methods
+    from mpisgd.tools.plan.checked import kind_of
+    from mpisgd.tools.plan.methods import planned_methods
 
     cases = re.findall(r"^\| (\d+) x (\d+)[^|]*\|[^|]*\| ([^|]+) \|", text, re.MULTILINE)
     names = sorted({method for _, _, method in cases})
@@ -543,7 +543,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    from mpisgd.bench.report.plots import COLOURS
+    from mpisgd.tools.bench.report.plots import COLOURS
 
     figure, ax = pyplot.subplots(figsize=(7, 6), layout="constrained")
     for number, method in enumerate(sorted({row["method"] for row in rows}, key=place_of)):

@@ -17,8 +17,8 @@ from mpisgd.methods.gossip.ad_psgd.paper import ADPSGD
 from mpisgd.methods.paper_kit import Paper, Vec
 from mpisgd.methods.parameter_server.paper import ParameterServer as PaperOfServer
 from mpisgd.threads import scheduling
-from mpisgd.verification.paper_run import Definition, PaperRun, gradients
-from mpisgd.verification.replay import in_order
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, gradients
+from mpisgd.tools.verification.replay import in_order
 
 PAUSES_S = (0.0, 0.001, 0.02)  # at most, of a rank; a message takes up to 0.001 between threads
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.paper_kit import Vec
-from mpisgd.verification.paper_run import Definition, PaperRun
-from mpisgd.verification.papers import paper_of
+from mpisgd.tools.verification.paper_run import Definition, PaperRun
+from mpisgd.tools.verification.papers import paper_of
 
 SHAPES = {"matrix": (6, 8), "bias": (8,), "cube": (4, 2, 4), "scalar": (1,)}
 LR = 0.5

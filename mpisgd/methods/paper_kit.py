@@ -1,7 +1,7 @@
 """What papers are written with: vectors by name, the world that a step sees, and error feedback.
 
 A `paper.py` is an algorithm as it was published, with all ranks in one process: it imports torch and this
-module alone, and is pure: what it keeps goes in and comes out. `mpisgd.verification.paper_run` trains by it.
+module alone, and is pure: what it keeps goes in and comes out. `verification.paper_run` trains by it.
 """
 
 from collections.abc import Callable, Iterable, Mapping

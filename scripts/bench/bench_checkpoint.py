@@ -25,11 +25,11 @@ import typer
 
 import mpisgd
 from mpisgd import checkpoint, elastic
-from mpisgd.bench.report import tables
-from mpisgd.bench.report.rows import timed_rows
-from mpisgd.bench.training import StepTask, Training
-from mpisgd.cli.program import run_program
-from mpisgd.cli.provenance import provenance
+from mpisgd.tools.bench.report import tables
+from mpisgd.tools.bench.report.rows import timed_rows
+from mpisgd.tools.bench.training import StepTask, Training
+from mpisgd.tools.cli.program import run_program
+from mpisgd.tools.cli.provenance import provenance
 
 TEMPORARY = Path(tempfile.gettempdir())
 

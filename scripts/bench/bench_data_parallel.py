@@ -17,15 +17,15 @@ import typer
 from torch import nn
 
 import mpisgd
-from mpisgd.bench.cases import BATCHES
-from mpisgd.bench.measure import Pace, Timed, measure
-from mpisgd.bench.report import tables
-from mpisgd.bench.report.rows import timed_rows
-from mpisgd.bench.torch_parallel import group_on_mpisgd, torch_step
-from mpisgd.bench.training import MODELS, StepTask, Training
-from mpisgd.cli.program import run_program
-from mpisgd.cli.provenance import provenance
 from mpisgd.nn import DataParallel, DataParallelCriterion
+from mpisgd.tools.bench.cases import BATCHES
+from mpisgd.tools.bench.measure import Pace, Timed, measure
+from mpisgd.tools.bench.report import tables
+from mpisgd.tools.bench.report.rows import timed_rows
+from mpisgd.tools.bench.torch_parallel import group_on_mpisgd, torch_step
+from mpisgd.tools.bench.training import MODELS, StepTask, Training
+from mpisgd.tools.cli.program import run_program
+from mpisgd.tools.cli.provenance import provenance
 
 app = typer.Typer(add_completion=False)
 

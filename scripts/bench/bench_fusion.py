@@ -16,11 +16,11 @@ import torch
 import typer
 
 import mpisgd
-from mpisgd.bench.measure import Pace, Subject, Timed, WrongResult, measure
-from mpisgd.bench.report import tables
-from mpisgd.bench.report.rows import timed_rows
-from mpisgd.cli.program import run_program
-from mpisgd.cli.provenance import provenance
+from mpisgd.tools.bench.measure import Pace, Subject, Timed, WrongResult, measure
+from mpisgd.tools.bench.report import tables
+from mpisgd.tools.bench.report.rows import timed_rows
+from mpisgd.tools.cli.program import run_program
+from mpisgd.tools.cli.provenance import provenance
 
 app = typer.Typer(add_completion=False)
 

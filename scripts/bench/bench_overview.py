@@ -23,8 +23,8 @@ from typing import Annotated, Any
 import typer
 from overview_job import LIBRARIES
 
-from mpisgd.cli.program import run_program
-from mpisgd.cli.provenance import provenance
+from mpisgd.tools.cli.program import run_program
+from mpisgd.tools.cli.provenance import provenance
 
 app = typer.Typer(add_completion=False)
 

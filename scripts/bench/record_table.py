@@ -16,11 +16,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table as RichTable
 
-from mpisgd.bench.report.tables import tables_of, timed_table
-from mpisgd.cli.program import run_program
-from mpisgd.verification.cell import Cell
-from mpisgd.verification.report import summary_of
-from mpisgd.verification.report import table_of as matrix_table
+from mpisgd.tools.bench.report.tables import tables_of, timed_table
+from mpisgd.tools.cli.program import run_program
+from mpisgd.tools.verification.cell import Cell
+from mpisgd.tools.verification.report import summary_of
+from mpisgd.tools.verification.report import table_of as matrix_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs_site"))
 from measurements import Measurement, Table

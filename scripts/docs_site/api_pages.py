@@ -55,7 +55,7 @@ GROUPS = {
     ),
     "Diagnosis": (
         "Recordings of a run, and a comparison of distributed training with one process.",
-        ("timeline", "verification"),
+        ("timeline", "tools"),
     ),
     "Exceptions": (
         "The exceptions of mpisgd. The [error catalogue](../errors.md) says what to do about each.",
@@ -76,7 +76,7 @@ SUBPACKAGES = {
     "mpisgd.integrations.lightning": "Lightning over MPI.",
     "mpisgd.nn": "Modules that communicate.",
     "mpisgd.pipeline": "Pipelines: schedules as data, and a worker that executes them.",
-    "mpisgd.plan.prediction": "Predicted step times, as `python -m mpisgd plan` prints them.",
+    "mpisgd.tools.plan.prediction": "Predicted step times, as `python -m mpisgd plan` prints them.",
     "mpisgd.rpc": "torch's RPC over MPI.",
     "mpisgd.torch_backend": 'The backend "mpisgd" of `torch.distributed`.',
 }

@@ -25,7 +25,7 @@ that need a job run under `mpirun`; the others start one themselves or need none
 
 def programs() -> dict[str, Any]:
     """The command of each program, by what one types."""
-    from mpisgd.cli.main import app
+    from mpisgd.tools.cli.main import app
 
     if str(SCRIPTS) not in sys.path:
         sys.path.insert(0, str(SCRIPTS))

@@ -324,7 +324,7 @@ def bad_hostfile(turn: Round) -> Outcome:
     (content, says), path = HOSTFILES[name], turn.folder / "hosts"
     if content is not None:
         path.write_text(content.format(here=socket.gethostname()), encoding="latin-1")
-    plainly = turn.rng.choice([True, False]) or not _has("mpisgd.cli.run")
+    plainly = turn.rng.choice([True, False]) or not _has("mpisgd.tools.cli.run")
     run = mpirun(RANKS) if plainly else _mpisgd_run("-n", str(RANKS))
     command = [*run, "--hostfile", str(path), *program(str(turn.folder))[0 if plainly else 1 :]]
     ended = run_job(command, END_S, env=KNOWS_OPEN_MPI)

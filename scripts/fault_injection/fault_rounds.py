@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fault_kinds import KINDS, Outcome, Round, obstacle
 
-from mpisgd.cli.provenance import provenance
+from mpisgd.tools.cli.provenance import provenance
 
 HEADER = ("kind", "faults", "as promised", "steps lost", "recovery s (median)", "(max)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mpisgd
 from mpisgd.methods import catalogue
 from mpisgd.methods.catalogue import text_of
-from mpisgd.verification.method_matrix import ONE_BIT
+from mpisgd.tools.verification.method_matrix import ONE_BIT
 
 SHAPES = ((1,), (3,), (7,), (2, 5), (), (129,), (40, 33), (2, 3, 2, 2))
 TINY = ((1,), (1,), (), (2,))  # fewer elements than ranks

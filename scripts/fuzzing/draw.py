@@ -26,8 +26,8 @@ from fuzzing.choices import (
     TINY,
     USERS,
 )
-from mpisgd.verification.programs.contract import violation
-from mpisgd.verification.programs.program import (
+from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.program import (
     AddGroup,
     Backward,
     Broadcast,

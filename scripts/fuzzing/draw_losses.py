@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from mpisgd.verification.programs.contract import violation
-from mpisgd.verification.programs.lost_ranks import NOT_UNDONE
-from mpisgd.verification.programs.program import Broadcast, Commit, Event, Lose, Program
+from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.lost_ranks import NOT_UNDONE
+from mpisgd.tools.verification.programs.program import Broadcast, Commit, Event, Lose, Program
 
 __all__ = ["loses", "with_losses"]
 

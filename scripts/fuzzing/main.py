@@ -18,12 +18,12 @@ from fuzzing.draw import draw
 from fuzzing.draw_losses import loses, with_losses
 from fuzzing.schedules import run_schedules
 from fuzzing.shrink import shrink
-from mpisgd.verification.programs.both_backends import BothBackends
-from mpisgd.verification.programs.compare import Verdict
-from mpisgd.verification.programs.mpirun_backend import MpirunBackend
-from mpisgd.verification.programs.program import Program, parse
-from mpisgd.verification.programs.python_text import python_text
-from mpisgd.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.programs.both_backends import BothBackends
+from mpisgd.tools.verification.programs.compare import Verdict
+from mpisgd.tools.verification.programs.mpirun_backend import MpirunBackend
+from mpisgd.tools.verification.programs.program import Program, parse
+from mpisgd.tools.verification.programs.python_text import python_text
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 __all__ = ["Backend", "Fault", "Report", "fuzz", "main"]
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from mpisgd.verification.programs.contract import violation
-from mpisgd.verification.programs.program import (
+from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.program import (
     ONE_BIT,
     AddGroup,
     Backward,

@@ -14,8 +14,8 @@ from gpu_checks.catalog import NCCL, Setting
 from gpu_checks.finding import FAILS, Finding
 from gpu_checks.jobs import environment, launch, tail
 from gpu_checks.step_profile import MAX_RATIO
-from mpisgd.bench.jobs import mpirun
-from mpisgd.bench.report.rows import OURS, as_bytes, as_time
+from mpisgd.tools.bench.jobs import mpirun
+from mpisgd.tools.bench.report.rows import OURS, as_bytes, as_time
 
 __all__ = ["BENCHES", "Bench", "run_bench"]
 

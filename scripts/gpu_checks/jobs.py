@@ -16,7 +16,7 @@ from progress import stop
 
 from gpu_checks.catalog import Check, Setting
 from gpu_checks.finding import FAILS, HOLDS, Finding, joined
-from mpisgd.bench.jobs import ERROR, job_environment, mpirun
+from mpisgd.tools.bench.jobs import ERROR, job_environment, mpirun
 
 __all__ = ["environment", "launch", "run_check", "tail"]
 

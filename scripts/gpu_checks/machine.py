@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import mpisgd
-from mpisgd.cli.collect_env import mpi_info, rank_info, settings
+from mpisgd.tools.cli.collect_env import mpi_info, rank_info, settings
 
 __all__ = ["commit", "facts"]
 

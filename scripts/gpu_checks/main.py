@@ -23,7 +23,7 @@ from gpu_checks.rank import FACTS
 from gpu_checks.report import Report, Result
 from gpu_checks.suite import LIMIT_S as SUITE_LIMIT_S
 from gpu_checks.suite import run_suite
-from mpisgd.bench.jobs import mpirun
+from mpisgd.tools.bench.jobs import mpirun
 
 __all__ = ["main"]
 

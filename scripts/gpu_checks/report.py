@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_checks.catalog import MPI, NCCL
 from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding
-from mpisgd.bench.report.tables import new_table, show, tables_of
+from mpisgd.tools.bench.report.tables import new_table, show, tables_of
 
 __all__ = ["Report", "Result"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpu_checks.gpu import Gpu, end_simulation
-from mpisgd.cli.main import main
+from mpisgd.tools.cli.main import main
 
 if __name__ == "__main__":
     Gpu(simulated=True, quick=True)

@@ -11,7 +11,7 @@ from run_tests import Stage
 from gpu_checks.catalog import Setting
 from gpu_checks.finding import FAILS, Finding
 from gpu_checks.jobs import environment, launch
-from mpisgd.bench.jobs import mpirun
+from mpisgd.tools.bench.jobs import mpirun
 
 __all__ = ["LIMIT_S", "run_suite"]
 

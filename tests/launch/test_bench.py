@@ -354,4 +354,4 @@ def test_a_program_that_cannot_be_measured_is_named_with_the_end_of_its_output(p
     assert "error: 1 rank x 1 thread: the program ended with " in done.stderr
     assert said in done.stderr
     assert ("trained to the end" if program[0] == FEW_STEPS else "ValueError: no data") in done.stderr
-    assert "mpisgd/bench" not in done.stderr
+    assert "mpisgd/tools/bench" not in done.stderr

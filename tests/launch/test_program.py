@@ -9,7 +9,7 @@ PROGRAM = """
     import typer
 
     import mpisgd
-    from mpisgd.cli.program import run_program
+    from mpisgd.tools.cli.program import run_program
 
     app = typer.Typer(add_completion=False)
 

@@ -177,7 +177,7 @@ class Gossip(Strategy):
             rows: list[list[float]] = graph.matrix(size, k).tolist()
             return rows
 
-        if self.style == "asynchronous":  # its events are repeated, see `mpisgd.verification.replay`
+        if self.style == "asynchronous":  # its events are repeated, see `mpisgd.tools.verification.replay`
             return super().paper(size, lengths)
         if self.style == "push_sum":
             return PushSumPaper(matrix, self.every)

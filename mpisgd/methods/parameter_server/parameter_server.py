@@ -177,7 +177,7 @@ class ParameterServer(Strategy):
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
         """See `Strategy`."""
-        if self.mode != "sync":  # its events are repeated, see `mpisgd.verification.replay`
+        if self.mode != "sync":  # its events are repeated, see `mpisgd.tools.verification.replay`
             return super().paper(size, lengths)
         return None
 

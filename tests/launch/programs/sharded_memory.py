@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import mpisgd
-from mpisgd.bench.memory.process_memory import read_memory
 from mpisgd.methods.from_text import strategy_from_text
+from mpisgd.tools.bench.memory.process_memory import read_memory
 
 WIDTH, LAYERS = 1000, 6
 BUCKET_CAP_BYTES = 2**22  # one layer

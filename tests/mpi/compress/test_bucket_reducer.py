@@ -13,7 +13,7 @@ import mpisgd
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.job.lifecycle import current_job
 from mpisgd.methods.one_bit.paper import OneBit
-from mpisgd.verification.paper_run import Definition, PaperRun
+from mpisgd.tools.verification.paper_run import Definition, PaperRun
 
 NUMEL = 12  # of each of two parameters in one bucket
 

@@ -15,8 +15,8 @@ from mpisgd.core.consistency import Operation
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.two_step.two_step_exchange import TwoStepExchange
-from mpisgd.verification.paper_run import Definition, PaperRun
-from mpisgd.verification.papers import chunks_of
+from mpisgd.tools.verification.paper_run import Definition, PaperRun
+from mpisgd.tools.verification.papers import chunks_of
 
 CPU = torch.device("cpu")
 LENGTHS = [200, 1, 63, 136]

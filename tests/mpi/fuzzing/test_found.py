@@ -7,7 +7,7 @@ import torch
 from verdicts import everyone, referee
 
 import mpisgd
-from mpisgd.verification.programs.program import (
+from mpisgd.tools.verification.programs.program import (
     AddGroup,
     Backward,
     Layer,
@@ -17,7 +17,7 @@ from mpisgd.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
-from mpisgd.verification.programs.try_out import try_out
+from mpisgd.tools.verification.programs.try_out import try_out
 
 
 def check(*events, layers, optimizers):

@@ -19,10 +19,10 @@ from mpisgd.methods.local_sgd.local_sgd import LocalSGD
 from mpisgd.methods.sharded import piecewise
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.tools.verification.programs.compare import Verdict
+from mpisgd.tools.verification.programs.python_text import python_text
+from mpisgd.tools.verification.programs.try_out import try_out
 from mpisgd.transport import torch_reduction
-from mpisgd.verification.programs.compare import Verdict
-from mpisgd.verification.programs.python_text import python_text
-from mpisgd.verification.programs.try_out import try_out
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, and what mpisgd says of refused choices
 

@@ -16,7 +16,7 @@ import mpisgd
 import mpisgd.horovod as hvd
 from mpisgd.collectives.algorithms.adasum import adasum
 from mpisgd.methods.adasum.paper import Adasum
-from mpisgd.verification.paper_run import Definition, PaperRun, gradients
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, gradients
 
 F64 = torch.float64
 

@@ -27,10 +27,10 @@ from mpisgd.pipeline.cost import StageSizes
 from mpisgd.pipeline.cost import cost as pipeline_cost
 from mpisgd.pipeline.messages import MOST_BYTES, PipelineMessages
 from mpisgd.pipeline.schedules.named import NAMED_SCHEDULES
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.models.blocks import Block
-from mpisgd.plan.models.model import Gradient, StepProfile
-from mpisgd.plan.steps.job import PlannedJob
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.models.blocks import Block
+from mpisgd.tools.plan.models.model import Gradient, StepProfile
+from mpisgd.tools.plan.steps.job import PlannedJob
 from mpisgd.transport.mpi.communicator import Communicator
 from mpisgd.transport.mpi.window import MpiWindow
 

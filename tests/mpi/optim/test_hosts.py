@@ -23,8 +23,8 @@ from mpisgd.core.owner import Owner, owned_by
 from mpisgd.job.lifecycle import world
 from mpisgd.methods.per_host import paper
 from mpisgd.methods.top_k.paper import TopK as PaperOfTopK
+from mpisgd.tools.verification.paper_run import Definition, PaperRun
 from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
-from mpisgd.verification.paper_run import Definition, PaperRun
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),

@@ -15,7 +15,7 @@ from mpisgd import ElasticAveraging
 from mpisgd.compress import OneBit, RandomK, TopK
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.elastic_averaging import paper
-from mpisgd.verification.paper_run import Definition, PaperRun, gradients
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, gradients
 
 
 def test_consensus_is_the_centre_and_gives_the_own_model_back():

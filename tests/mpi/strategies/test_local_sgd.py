@@ -13,7 +13,7 @@ import mpisgd
 from mpisgd import LocalSGD
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.local_sgd import paper
-from mpisgd.verification.paper_run import Definition, PaperRun, gradients
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, gradients
 
 
 def test_a_period_of_one_is_synchronous_sgd():

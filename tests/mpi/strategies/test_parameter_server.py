@@ -13,7 +13,7 @@ import mpisgd
 from mpisgd import InvalidArgument, ParameterServer, config
 from mpisgd.methods.paper_kit import Event, Vec
 from mpisgd.methods.parameter_server.paper import ParameterServer as PaperOfServer
-from mpisgd.verification.paper_run import Definition, PaperRun
+from mpisgd.tools.verification.paper_run import Definition, PaperRun
 
 LR, MOMENTUM, STEPS = 0.1, 0.9, 20
 

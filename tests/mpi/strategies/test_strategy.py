@@ -14,7 +14,7 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 import mpisgd
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.methods.local_sgd.paper import LocalSGD
-from mpisgd.verification.paper_run import Definition, PaperRun, gradients
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, gradients
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

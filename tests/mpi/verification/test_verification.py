@@ -13,10 +13,10 @@ from torch import nn
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
-from mpisgd.verification.cell import try_mode
-from mpisgd.verification.mode import Mode
-from mpisgd.verification.modes import MODES
-from mpisgd.verification.sabotage import Sabotage
+from mpisgd.tools.verification.cell import try_mode
+from mpisgd.tools.verification.mode import Mode
+from mpisgd.tools.verification.modes import MODES
+from mpisgd.tools.verification.sabotage import Sabotage
 
 pytestmark = [
     pytest.mark.mpi(min_size=1),

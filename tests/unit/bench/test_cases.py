@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.bench.cases import (
+from mpisgd.errors import JobError
+from mpisgd.tools.bench.cases import (
     COLLECTIVES,
     ITEM_BYTES,
     bus_factor,
@@ -16,7 +17,6 @@ from mpisgd.bench.cases import (
     powers,
     sizes,
 )
-from mpisgd.errors import JobError
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from mpisgd.bench.jobs import Job
+from mpisgd.tools.bench.jobs import Job
 
 
 def test_a_command_that_is_not_there_is_refused():
@@ -20,7 +20,7 @@ def test_a_command_that_is_not_there_is_refused():
 
 def test_a_job_ends_with_the_process_that_started_it():
     program = (
-        "import os; from mpisgd.bench.jobs import Job; "
+        "import os; from mpisgd.tools.bench.jobs import Job; "
         "print(Job(['sleep', '60'], dict(os.environ)).pid, flush=True); input()"
     )
     starter = subprocess.Popen(

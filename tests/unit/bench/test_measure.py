@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.bench import measure as module
-from mpisgd.bench.cases import halvings
-from mpisgd.bench.measure import Pace, Timed, calls_per_turn, goes_on, measure, turns
+from mpisgd.tools.bench import measure as module
+from mpisgd.tools.bench.cases import halvings
+from mpisgd.tools.bench.measure import Pace, Timed, calls_per_turn, goes_on, measure, turns
 
 PACE = Pace(rounds=10, min_rounds=3, budget_s=1.0, turn_s=0.01, max_calls=100)
 

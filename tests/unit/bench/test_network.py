@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from mpisgd.bench.network import _pass_on, interface_to
+from mpisgd.tools.bench.network import _pass_on, interface_to
 from mpisgd.transport.tcp_store.rendezvous import local_addresses
 
 

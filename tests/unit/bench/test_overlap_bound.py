@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.bench.overlap import MarkedTraining, earliest_end, find_batch
-from mpisgd.bench.training import StepTask
+from mpisgd.tools.bench.overlap import MarkedTraining, earliest_end, find_batch
+from mpisgd.tools.bench.training import StepTask
 
 
 def test_a_fast_link_ends_with_the_last_gradient():

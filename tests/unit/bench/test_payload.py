@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mpisgd.bench.cases import COLLECTIVES, ITEM_BYTES, case_of
-from mpisgd.bench.measure import WrongResult
-from mpisgd.bench.payload import Payload, expected, given
+from mpisgd.tools.bench.cases import COLLECTIVES, ITEM_BYTES, case_of
+from mpisgd.tools.bench.measure import WrongResult
+from mpisgd.tools.bench.payload import Payload, expected, given
 
 
 def by_definition(case, rank):

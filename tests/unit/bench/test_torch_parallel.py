@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpisgd.bench.torch_parallel import _layers
-from mpisgd.bench.training import MODELS
+from mpisgd.tools.bench.torch_parallel import _layers
+from mpisgd.tools.bench.training import MODELS
 
 
 @pytest.mark.parametrize(("model", "units"), [("mlp", 3), ("deep", 0), ("transformer", 6)])

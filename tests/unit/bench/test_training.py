@@ -2,9 +2,9 @@
 
 import pytest
 
-from mpisgd.bench.cases import BATCHES
-from mpisgd.bench.measure import WrongResult
-from mpisgd.bench.training import MODELS, StepTask, Training, build
+from mpisgd.tools.bench.cases import BATCHES
+from mpisgd.tools.bench.measure import WrongResult
+from mpisgd.tools.bench.training import MODELS, StepTask, Training, build
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from mpisgd.bench.report.tuning import cost_table, crossovers, doubts, one_line
-from mpisgd.bench.tune import SETTLED_BYTES, TransportChoice, contenders, to_measure
 from mpisgd.collectives.all_reduce import CHOICES
 from mpisgd.collectives.dispatch import TUNED
+from mpisgd.tools.bench.report.tuning import cost_table, crossovers, doubts, one_line
+from mpisgd.tools.bench.tune import SETTLED_BYTES, TransportChoice, contenders, to_measure
 from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 
 FAST, SLOW, OTHER = Curve("node", False), Curve("ring", False), Curve("mpi", True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from mpisgd.cli.main import app
 from mpisgd.errors import JobError
+from mpisgd.tools.cli.main import app
 
 CLUSTER = """
 hosts = 4

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import mpisgd
 from mpisgd import errors
-from mpisgd.cli.main import app
+from mpisgd.tools.cli.main import app
 
 
 def said(*words: str) -> str:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.cli.collect_env import MpiInfo, RankInfo, settings
-from mpisgd.cli.info_text import as_ranges, as_size, as_text
+from mpisgd.tools.cli.collect_env import MpiInfo, RankInfo, settings
+from mpisgd.tools.cli.info_text import as_ranges, as_size, as_text
 
 MPI = MpiInfo("Open MPI v5.0.11", "/opt/lib/libmpi.so.40", "MULTIPLE", "off")
 

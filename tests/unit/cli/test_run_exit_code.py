@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpisgd.cli.run import _code_of_program
 from mpisgd.config import ENDED_NOTE, JOINED_NOTE, LEFT_NOTE, PREEMPTED, PREEMPTED_NOTE
+from mpisgd.tools.cli.run import _code_of_program
 
 IN_ORDER, CUT_SHORT = [JOINED_NOTE, "checkpoint a", LEFT_NOTE], [JOINED_NOTE, "checkpoint a"]
 SAVED = [*CUT_SHORT, PREEMPTED_NOTE, LEFT_NOTE]

@@ -6,9 +6,9 @@ import re
 import pytest
 import typer
 
-from mpisgd.cli import program
-from mpisgd.cli.program import run_program
 from mpisgd.errors import JobError
+from mpisgd.tools.cli import program
+from mpisgd.tools.cli.program import run_program
 
 
 class Colour(str, enum.Enum):

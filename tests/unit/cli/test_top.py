@@ -7,9 +7,9 @@ from io import StringIO
 
 from rich.console import Console
 
-from mpisgd.cli.top import HEADINGS, Usage, as_lines, cells_of, table_of
 from mpisgd.monitor.mailbox_pages import Steps
 from mpisgd.monitor.rank_state import STOPPED, WAITS, RankState, Wait, group_key
+from mpisgd.tools.cli.top import HEADINGS, Usage, as_lines, cells_of, table_of
 
 SUM = Wait(
     "all_reduce", "world", (), (0, 1, 2), 7, timeout_s=60.0, waited_s=3.25, is_main=True, site="t.py:4"

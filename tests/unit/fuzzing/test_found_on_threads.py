@@ -7,8 +7,8 @@ import torch
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
-from mpisgd.verification.programs.contract import violation
-from mpisgd.verification.programs.program import (
+from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.program import (
     AddGroup,
     Backward,
     Broadcast,
@@ -23,8 +23,8 @@ from mpisgd.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
-from mpisgd.verification.programs.threads_backend import ThreadsBackend
-from mpisgd.verification.programs.variants import variants
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.programs.variants import variants
 
 
 def check(*events, ranks=2, layers, optimizers, exact=False, seed=0, scaler=False):

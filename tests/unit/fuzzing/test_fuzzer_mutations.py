@@ -22,8 +22,8 @@ from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.threshold import threshold
 from mpisgd.optim import broadcast
 from mpisgd.sharding import divided_parameters
-from mpisgd.verification.programs.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
-from mpisgd.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.programs.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 ENOUGH = 4_000  # programs, of which those are run that do what it takes
 

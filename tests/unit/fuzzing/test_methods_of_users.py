@@ -16,9 +16,9 @@ from mpisgd.methods.from_text import strategy_from_text
 from mpisgd.methods.peak_memory import peak_memory
 from mpisgd.methods.sizes import parameter, sizes_of
 from mpisgd.methods.wire_bytes import sent_bytes
-from mpisgd.plan.methods import planned_methods
-from mpisgd.verification.programs.serial_definition import definition_of
-from mpisgd.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.plan.methods import planned_methods
+from mpisgd.tools.verification.programs.serial_definition import definition_of
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "extending.md"
 SEEDS = range(25)

@@ -9,11 +9,11 @@ import torch
 from fuzzing.draw import draw
 from fuzzing.shrink import shrink
 
-from mpisgd.verification.programs.both_backends import compared
-from mpisgd.verification.programs.compare import Outcome, judge
-from mpisgd.verification.programs.contract import may_be_refused, violation
-from mpisgd.verification.programs.execute import Failure, has_reference, references_of, state_digest
-from mpisgd.verification.programs.program import (
+from mpisgd.tools.verification.programs.both_backends import compared
+from mpisgd.tools.verification.programs.compare import Outcome, judge
+from mpisgd.tools.verification.programs.contract import may_be_refused, violation
+from mpisgd.tools.verification.programs.execute import Failure, has_reference, references_of, state_digest
+from mpisgd.tools.verification.programs.program import (
     Backward,
     Broadcast,
     Clip,
@@ -27,8 +27,8 @@ from mpisgd.verification.programs.program import (
     ZeroGrad,
     parse,
 )
-from mpisgd.verification.programs.python_text import python_text
-from mpisgd.verification.programs.variants import all_at_once, same_bits, variants
+from mpisgd.tools.verification.programs.python_text import python_text
+from mpisgd.tools.verification.programs.variants import all_at_once, same_bits, variants
 
 SEEDS = range(200)
 ONE_LAYER = (Layer(),)

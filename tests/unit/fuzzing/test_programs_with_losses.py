@@ -10,9 +10,9 @@ from fuzzing.shrink import shrink
 from mpisgd.elastic import state_handlers
 from mpisgd.elastic.buddy_replicas import BuddyReplicas
 from mpisgd.optim.distributed import DistributedOptimizer
-from mpisgd.verification.programs.contract import violation
-from mpisgd.verification.programs.lost_ranks import Resumption, without_losses
-from mpisgd.verification.programs.program import (
+from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.lost_ranks import Resumption, without_losses
+from mpisgd.tools.verification.programs.program import (
     AddGroup,
     Backward,
     Broadcast,
@@ -26,8 +26,8 @@ from mpisgd.verification.programs.program import (
     ZeroGrad,
     parse,
 )
-from mpisgd.verification.programs.python_text import python_text
-from mpisgd.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.programs.python_text import python_text
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 FIRST_SEED, NUM_PROGRAMS = 1_000, 10
 

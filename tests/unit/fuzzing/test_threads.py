@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from fuzzing.draw import draw
 
-from mpisgd.verification.programs.python_text import python_text
-from mpisgd.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.programs.python_text import python_text
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 NUM_PROGRAMS = 30
 FIRST_SEED = 1_000

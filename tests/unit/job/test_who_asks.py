@@ -23,7 +23,7 @@ FACES = {
     "timeline/session.py",  # start_timeline
     "torch_backend/creation.py",
 }
-TOOLS = ("bench", "cli", "plan", "verification")  # programs that run as a user's do
+TOOLS = "tools/"  # programs that run as a user's do
 
 
 def asks(path: Path) -> bool:

@@ -12,7 +12,7 @@ from mpisgd import Gossip, compress
 from mpisgd.methods.gossip.d_psgd.paper import DPSGD
 from mpisgd.methods.gossip.push_sum.paper import PushSum
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.verification.paper_run import Definition
+from mpisgd.tools.verification.paper_run import Definition
 
 # -- the matrices, for up to 4 ranks ----------------------------------------------------------------
 

@@ -135,8 +135,8 @@ from fuzzing import choices
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
-from mpisgd.verification.cell import try_mode
-from mpisgd.verification.modes.pairs import PAIRS
+from mpisgd.tools.verification.cell import try_mode
+from mpisgd.tools.verification.modes.pairs import PAIRS
 
 assert strategy_from_text("MeanEvery(every=3)") == mpisgd.MeanEvery(3)
 assert compressor_from_text("Cut(limit=2.0)") == mpisgd.compress.Cut(2.0)

@@ -17,8 +17,8 @@ from mpisgd.methods.one_bit_lamb.paper import OneBitLamb
 from mpisgd.methods.paper_kit import Paper, Vec, World
 from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.zero_one_adam.paper import ZeroOneAdam
-from mpisgd.verification.paper_run import Definition
-from mpisgd.verification.papers import chunks_of
+from mpisgd.tools.verification.paper_run import Definition
+from mpisgd.tools.verification.papers import chunks_of
 
 BETAS, EPS, DECAY = (0.9, 0.99), 1e-8, 0.01
 LOCAL_STEPS = {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}

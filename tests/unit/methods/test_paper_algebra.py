@@ -20,7 +20,7 @@ from mpisgd.methods.paper_kit import Compressor, Event, Vec
 from mpisgd.methods.parameter_server.paper import ParameterServer
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.methods.two_step.paper import TwoStep
-from mpisgd.verification.paper_run import Definition
+from mpisgd.tools.verification.paper_run import Definition
 
 PUSH = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.5], [0.25, 0.25, 0.25]]
 

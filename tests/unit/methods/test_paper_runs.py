@@ -26,7 +26,7 @@ from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.synchronous.paper import Synchronous
-from mpisgd.verification.paper_run import Definition, PaperRun, bucket_of, gradients
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, bucket_of, gradients
 
 PUSH = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.5], [0.25, 0.25, 0.25]]
 STATEFUL: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import mpisgd
 from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
 from mpisgd.methods.gossip.d_psgd.paper import DPSGD
 from mpisgd.methods.slow_mo.paper import SlowMo
-from mpisgd.verification.paper_run import Definition
+from mpisgd.tools.verification.paper_run import Definition
 
 DIRECTED = [[0.25, 0.5, 0.0], [0.75, 0.5, 0.0], [0.0, 0.0, 1.0]]
 PUSH = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.5], [0.25, 0.25, 0.25]]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.methods import planned_methods
-from mpisgd.plan.models.model import Gradient, StepProfile
-from mpisgd.plan.prediction import predict
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.methods import planned_methods
+from mpisgd.tools.plan.models.model import Gradient, StepProfile
+from mpisgd.tools.plan.prediction import predict
 
 ALPHA, RATE = 1e-4, 1e8
 MEMORY = 1e15  # so fast that copies count nothing

@@ -8,15 +8,15 @@ import math
 import pytest
 from plan_examples import cluster, profile
 
-from mpisgd.bench.strategies.method import Method
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.catalogue import examples_that_go_together, optimizers
-from mpisgd.plan.methods import layouts_of, method_of, planned_methods
-from mpisgd.plan.models.gpt import gpt
-from mpisgd.plan.models.model import profile_of
-from mpisgd.plan.network import FatTree, Torus
-from mpisgd.plan.prediction import Options, predict
-from mpisgd.plan.steps.parallel import Parallel, lies_evenly
+from mpisgd.tools.bench.strategies.method import Method
+from mpisgd.tools.plan.methods import layouts_of, method_of, planned_methods
+from mpisgd.tools.plan.models.gpt import gpt
+from mpisgd.tools.plan.models.model import profile_of
+from mpisgd.tools.plan.network import FatTree, Torus
+from mpisgd.tools.plan.prediction import Options, predict
+from mpisgd.tools.plan.steps.parallel import Parallel, lies_evenly
 
 # One host, hosts of one rank, of two and of three; 3 is no power of two.
 PLACES = [(1, 4), (4, 1), (3, 1), (2, 2), (2, 3)]

@@ -7,7 +7,7 @@ from plan_examples import profile
 from test_plan_command import example, run
 
 from mpisgd.errors import JobError
-from mpisgd.plan.files import write_step
+from mpisgd.tools.plan.files import write_step
 
 MANY_DIGITS = "9" * 5000
 PROGRAM = """

@@ -10,11 +10,11 @@ from measurements import parse
 from plan_examples import predicted
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.checked import checked_by, kind_of
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.files import FAILURES, LINK, SCALARS, read_cluster, read_model, read_step, write_step
-from mpisgd.plan.methods import planned_methods
-from mpisgd.plan.network import FatTree, Switch
+from mpisgd.tools.plan.checked import checked_by, kind_of
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.files import FAILURES, LINK, SCALARS, read_cluster, read_model, read_step, write_step
+from mpisgd.tools.plan.methods import planned_methods
+from mpisgd.tools.plan.network import FatTree, Switch
 
 ROOT = Path(__file__).parents[3]
 JUNK = [

@@ -11,12 +11,12 @@ import random
 import numpy as np
 import pytest
 
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.network import FatTree, Switch, Torus
-from mpisgd.plan.simulation.by_message import coordinates, simulate_messages, walk_torus
-from mpisgd.plan.simulation.collectives import cost_of, cost_of_rounds, rounds_of
-from mpisgd.plan.simulation.engine import Task, simulate
-from mpisgd.plan.simulation.messages import ALL_REDUCE, HALVES, Round
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.network import FatTree, Switch, Torus
+from mpisgd.tools.plan.simulation.by_message import coordinates, simulate_messages, walk_torus
+from mpisgd.tools.plan.simulation.collectives import cost_of, cost_of_rounds, rounds_of
+from mpisgd.tools.plan.simulation.engine import Task, simulate
+from mpisgd.tools.plan.simulation.messages import ALL_REDUCE, HALVES, Round
 
 NEAR = 0.05
 

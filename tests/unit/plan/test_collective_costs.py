@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.network import FatTree, Placement, Switch, Torus
-from mpisgd.plan.simulation.by_message import simulate_messages
-from mpisgd.plan.simulation.collectives import (
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.network import FatTree, Placement, Switch, Torus
+from mpisgd.tools.plan.simulation.by_message import simulate_messages
+from mpisgd.tools.plan.simulation.collectives import (
     cost_of,
     link_bytes,
     round_seconds,
     rounds_of,
 )
-from mpisgd.plan.simulation.costs import Costs
-from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
+from mpisgd.tools.plan.simulation.costs import Costs
+from mpisgd.tools.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
 
 ALPHA, RATE = 1e-5, 1e9
 FAST = Link(1e-7, 1e12)

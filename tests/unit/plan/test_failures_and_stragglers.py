@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from mpisgd.plan.cluster import Failures
-from mpisgd.plan.failures import daly_interval, elastic_share, interruptions, work_share, young_interval
-from mpisgd.plan.stragglers import expected_maximum, straggler_factor
+from mpisgd.tools.plan.cluster import Failures
+from mpisgd.tools.plan.failures import daly_interval, elastic_share, interruptions, work_share, young_interval
+from mpisgd.tools.plan.stragglers import expected_maximum, straggler_factor
 
 MTBF, CHECKPOINT, RESTART = 3600.0, 60.0, 120.0
 

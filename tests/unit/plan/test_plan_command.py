@@ -11,9 +11,9 @@ import pytest
 from plan_examples import profile
 from typer.testing import CliRunner
 
-from mpisgd.cli.main import app
 from mpisgd.errors import JobError
-from mpisgd.plan.files import read_cluster, read_model, write_step
+from mpisgd.tools.cli.main import app
+from mpisgd.tools.plan.files import read_cluster, read_model, write_step
 
 PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "plan.md").read_text()
 

@@ -8,12 +8,12 @@ import pytest
 from plan_examples import profile
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.cluster import Cluster, Failures, Link
-from mpisgd.plan.files import link_from_times, read_cluster, read_model, read_step, write_step
-from mpisgd.plan.models.model import profile_of
-from mpisgd.plan.network import FatTree, Torus
-from mpisgd.plan.simulation.collectives import cost_of
-from mpisgd.plan.units import as_flops, as_nbytes, as_rate, as_seconds
+from mpisgd.tools.plan.cluster import Cluster, Failures, Link
+from mpisgd.tools.plan.files import link_from_times, read_cluster, read_model, read_step, write_step
+from mpisgd.tools.plan.models.model import profile_of
+from mpisgd.tools.plan.network import FatTree, Torus
+from mpisgd.tools.plan.simulation.collectives import cost_of
+from mpisgd.tools.plan.units import as_flops, as_nbytes, as_rate, as_seconds
 from mpisgd.tuning.curve import Curve, LineSegment
 from mpisgd.tuning.model import MeasuredCurves
 from mpisgd.tuning.profile import as_profile

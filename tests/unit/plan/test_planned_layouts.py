@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.advice import code_line, command_line, equals_one_process
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.files import read_step, write_step
-from mpisgd.plan.methods import layouts_of, planned_methods
-from mpisgd.plan.models.blocks import Block
-from mpisgd.plan.models.count_model import bench_model, count
-from mpisgd.plan.models.gpt import gpt, gpt_from_text
-from mpisgd.plan.models.model import Gradient, StepProfile, blocks_of, profile_of
-from mpisgd.plan.prediction import predict, predict_all
-from mpisgd.plan.steps.parallel import Grid, Parallel
+from mpisgd.tools.plan.advice import code_line, command_line, equals_one_process
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.files import read_step, write_step
+from mpisgd.tools.plan.methods import layouts_of, planned_methods
+from mpisgd.tools.plan.models.blocks import Block
+from mpisgd.tools.plan.models.count_model import bench_model, count
+from mpisgd.tools.plan.models.gpt import gpt, gpt_from_text
+from mpisgd.tools.plan.models.model import Gradient, StepProfile, blocks_of, profile_of
+from mpisgd.tools.plan.prediction import predict, predict_all
+from mpisgd.tools.plan.steps.parallel import Grid, Parallel
 
 ALPHA, RATE = 0.01, 1e3
 OUTPUT = 80.0  # bytes of a block's output, of a rank's batch
@@ -362,7 +362,7 @@ def test_the_timeline_of_a_pipeline_has_a_row_for_each_stage(tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot
 
-    from mpisgd.plan.pictures import draw_timelines
+    from mpisgd.tools.plan.pictures import draw_timelines
 
     found = planned("Parallel(pp=2)", hosts(), step())
     assert {task.track for task in found.step.tasks} == {"stage 0", "stage 1", "messages"}

@@ -8,16 +8,16 @@ import pytest
 import torch
 from plan_examples import ALPHA, RATE, cluster, predicted, profile
 
-from mpisgd.bench.strategies.method import Method
 from mpisgd.compress import PerHost, TopK
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.from_text import compressor_from_text
 from mpisgd.methods.synchronous.synchronous import Synchronous
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.methods import DEFAULT_METHODS, planned_methods
-from mpisgd.plan.network import FatTree
-from mpisgd.plan.prediction import predict, predict_all
+from mpisgd.tools.bench.strategies.method import Method
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.methods import DEFAULT_METHODS, planned_methods
+from mpisgd.tools.plan.network import FatTree
+from mpisgd.tools.plan.prediction import predict, predict_all
 
 COMPUTE, OPTIMIZER = 3.0, 0.5
 CHECK = ALPHA

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.methods import planned_methods
-from mpisgd.plan.models.model import Layer, Model, profile_of
-from mpisgd.plan.prediction import predict
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.methods import planned_methods
+from mpisgd.tools.plan.models.model import Layer, Model, profile_of
+from mpisgd.tools.plan.prediction import predict
 
 
 def megatron(hidden, layers, context, vocabulary):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.simulation.engine import Task, simulate
+from mpisgd.tools.plan.simulation.engine import Task, simulate
 
 LINK = {"link": 1.0}
 

@@ -15,7 +15,7 @@ from mpisgd import Gossip, ParameterServer
 from mpisgd.errors import InvalidArgument
 from mpisgd.event_log import EventLog
 from mpisgd.job.threads_as_ranks import run_ranks
-from mpisgd.verification.replay import in_order
+from mpisgd.tools.verification.replay import in_order
 
 SEEDS = range(6)
 STRATEGIES = [

@@ -8,10 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mpisgd.cli.trace import trace
 from mpisgd.errors import JobError
 from mpisgd.timeline.files import merge
-from mpisgd.timeline.summary import summarise
+from mpisgd.tools.cli.trace import trace
+from mpisgd.tools.timeline.summary import summarise
 
 
 def beginning(rank: int, **clock: float) -> list[dict]:

@@ -8,9 +8,9 @@ from torch import nn
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
-from mpisgd.verification.programs.compare import difference, judge, observe
-from mpisgd.verification.programs.execute import Failure, Run
-from mpisgd.verification.programs.program import Layer, Optimizer, Program, Step
+from mpisgd.tools.verification.programs.compare import difference, judge, observe
+from mpisgd.tools.verification.programs.execute import Failure, Run
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program, Step
 
 
 def batches(dtype=torch.float64, alike=False):

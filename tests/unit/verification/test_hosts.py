@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpisgd.errors import JobError
-from mpisgd.verification.hosts import checked, find_cluster, on_hosts
+from mpisgd.tools.verification.hosts import checked, find_cluster, on_hosts
 
 
 def test_a_checkout_has_a_command_of_its_own():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mpisgd.verification.mode import Reference, between_orders, flaw_of
-from mpisgd.verification.problem import standard_problem
+from mpisgd.tools.verification.mode import Reference, between_orders, flaw_of
+from mpisgd.tools.verification.problem import standard_problem
 
 
 def test_a_step_allows_a_hundredth_of_what_it_moved_at_most():

@@ -8,10 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from mpisgd.verification.cell import Cell
-from mpisgd.verification.jobs import append_cell, jobs_of
-from mpisgd.verification.matrix import Plan
-from mpisgd.verification.report import draw, summary_of, table_of
+from mpisgd.tools.verification.cell import Cell
+from mpisgd.tools.verification.jobs import append_cell, jobs_of
+from mpisgd.tools.verification.matrix import Plan
+from mpisgd.tools.verification.report import draw, summary_of, table_of
 
 EQUAL = Cell("synchronous", "Synchronous", 2, "shared memory", "float64", "none", 1e-16, 1e-14, "drift")
 WRONG = EQUAL._replace(mode="overlap", difference=0.5, step=3)

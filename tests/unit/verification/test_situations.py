@@ -11,18 +11,18 @@ import pytest
 
 import mpisgd
 from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.verification.covering import alone_in, packed, pairs_of
-from mpisgd.verification.known_results import KnownResults, OutOfTime
-from mpisgd.verification.matrix_page import write_page
-from mpisgd.verification.matrix_report import draw_matrix, outcomes, text_of_matrix
-from mpisgd.verification.method_matrix import DIVISIONS, Row, Tried, row_of, rows
-from mpisgd.verification.programs.compare import Verdict
-from mpisgd.verification.programs.contract import violation
-from mpisgd.verification.programs.program import Clip, Optimizer, Reload, Step, parse
-from mpisgd.verification.programs.threads_backend import ThreadsBackend
-from mpisgd.verification.run_matrix import Matrix, Results, run_matrix, summary_of_matrix
-from mpisgd.verification.sabotage import Sabotage
-from mpisgd.verification.situations import SITUATIONS, compose, plain_program
+from mpisgd.tools.verification.covering import alone_in, packed, pairs_of
+from mpisgd.tools.verification.known_results import KnownResults, OutOfTime
+from mpisgd.tools.verification.matrix_page import write_page
+from mpisgd.tools.verification.matrix_report import draw_matrix, outcomes, text_of_matrix
+from mpisgd.tools.verification.method_matrix import DIVISIONS, Row, Tried, row_of, rows
+from mpisgd.tools.verification.programs.compare import Verdict
+from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.program import Clip, Optimizer, Reload, Step, parse
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.run_matrix import Matrix, Results, run_matrix, summary_of_matrix
+from mpisgd.tools.verification.sabotage import Sabotage
+from mpisgd.tools.verification.situations import SITUATIONS, compose, plain_program
 
 PLAIN = plain_program(Optimizer(), 3, 0, exact=True)
 SYNCHRONOUS = Row("Synchronous()", Optimizer("SGD", (("lr", 0.25), ("momentum", 0.5))), exact=True)
@@ -160,8 +160,8 @@ def test_no_method_loads_what_takes_longer_to_load_than_to_verify():
     """Each process of the matrix would load torch's compiler and its parallelism: seconds, for nothing."""
     program = (
         "import sys\n"
-        "from mpisgd.verification.method_matrix import rows\n"
-        "from mpisgd.verification.programs.threads_backend import ThreadsBackend\n"
+        "from mpisgd.tools.verification.method_matrix import rows\n"
+        "from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend\n"
         "run = ThreadsBackend().run\n"
         "print([run(row.program((), (2, 0))).kind for row in rows() if 'DiLoCo' in row.name][:1])\n"
         "print({'torch._dynamo', 'torch.distributed.tensor', 'sympy'} & {*sys.modules})\n"

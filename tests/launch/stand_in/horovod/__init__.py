@@ -1,4 +1,4 @@
-"""A stand-in for Horovod on top of gloo, as far as `mpisgd.bench.peers.horovod` uses it.
+"""A stand-in for Horovod on top of gloo, as far as `mpisgd.tools.bench.peers.horovod` uses it.
 
 Put its parent on the path.
 """

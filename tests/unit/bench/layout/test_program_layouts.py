@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mpisgd.bench.layout.comparison import Comparison, layout_rows, start_command, verdict
-from mpisgd.bench.layout.plan import LayoutPlan, ProcessLayout, layouts_of
-from mpisgd.bench.layout.program import Steps, TooFewSteps, complaint, read_steps, without_boxes
 from mpisgd.errors import JobError
+from mpisgd.tools.bench.layout.comparison import Comparison, layout_rows, start_command, verdict
+from mpisgd.tools.bench.layout.plan import LayoutPlan, ProcessLayout, layouts_of
+from mpisgd.tools.bench.layout.program import Steps, TooFewSteps, complaint, read_steps, without_boxes
 
 ONE, HALF, TWO = ProcessLayout(1, 2), ProcessLayout(1, 1), ProcessLayout(2, 1)
 PLAN = LayoutPlan(
@@ -134,7 +134,7 @@ def test_the_verdict_compares_ranks_with_one_process(seconds, said):
 
 
 def test_the_command_is_what_a_user_types(monkeypatch):
-    monkeypatch.setattr("mpisgd.bench.jobs.available_cores", lambda: 4)
+    monkeypatch.setattr("mpisgd.tools.bench.jobs.available_cores", lambda: 4)
     assert start_command(PLAN, ONE) == "OMP_NUM_THREADS=2 python train.py"
     assert start_command(PLAN, TWO) == "OMP_NUM_THREADS=1 mpirun --bind-to none -n 2 python train.py"
     binds_nothing = replace(PLAN, is_open_mpi=False)
@@ -151,7 +151,7 @@ def compare(monkeypatch, step_s, rounds=3):
             raise TooFewSteps(layout, "it failed", ["Traceback"])
         return Steps(layout.ranks, [step_s[layout] * number for number in range(5)], 1)
 
-    monkeypatch.setattr("mpisgd.bench.layout.comparison.run_program", run)
+    monkeypatch.setattr("mpisgd.tools.bench.layout.comparison.run_program", run)
     return Comparison(replace(PLAN, rounds=rounds), lambda line: None).run(), started
 
 
@@ -179,7 +179,7 @@ def test_a_layout_that_fails_later_leaves_the_others(monkeypatch):
         left[layout] = left.get(layout, 9) - 1
         return Steps(layout.ranks, [float(number) for number in range(5)], layout.threads)
 
-    monkeypatch.setattr("mpisgd.bench.layout.comparison.run_program", run)
+    monkeypatch.setattr("mpisgd.tools.bench.layout.comparison.run_program", run)
     record = Comparison(PLAN, lambda line: None).run()
     assert {row["variant"] for row in record["rows"]} == {str(HALF), str(TWO)}
     left[ONE] = 1

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from mpisgd.bench.memory.peak import MemorySampler, highest, memory_rows
-from mpisgd.bench.memory.process_memory import ProcessMemory, estimate, read_memory, together
+from mpisgd.tools.bench.memory.peak import MemorySampler, highest, memory_rows
+from mpisgd.tools.bench.memory.process_memory import ProcessMemory, estimate, read_memory, together
 
 MIB = 2**20
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mpisgd.bench.cases import case_of
-from mpisgd.bench.report.rows import (
+from mpisgd.tools.bench.cases import case_of
+from mpisgd.tools.bench.report.rows import (
     NONE,
     NONE_NOT_KEPT,
     ONE_PROCESS,
@@ -13,7 +13,7 @@ from mpisgd.bench.report.rows import (
     spread,
     step_rows,
 )
-from mpisgd.bench.scaling import scaling_rows
+from mpisgd.tools.bench.scaling import scaling_rows
 
 
 def test_spread_is_the_median_and_the_range():

@@ -6,7 +6,7 @@ import pytest
 from browser import Browser, chromium
 from invented_runs import run, step_us
 
-from mpisgd.timeline.report.page import data_of, html_of
+from mpisgd.tools.timeline.report.page import data_of, html_of
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine")
 

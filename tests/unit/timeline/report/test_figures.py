@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from invented_runs import counter, head, operation, span, step
 
-from mpisgd.timeline.report.figures import Coverage, divisions_of, links_of, memory_of, steps_of
-from mpisgd.timeline.summary import executions
+from mpisgd.tools.timeline.report.figures import Coverage, divisions_of, links_of, memory_of, steps_of
+from mpisgd.tools.timeline.summary import executions
 
 
 def test_coverage_is_what_counting_moments_gives():

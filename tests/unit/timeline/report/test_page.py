@@ -11,13 +11,13 @@ import typer
 from invented_runs import counter, head, operation, run, step_us
 from typer.testing import CliRunner
 
-from mpisgd.cli.trace import trace
 from mpisgd.errors import InvalidArgument, JobError
 from mpisgd.timeline.files import merge
-from mpisgd.timeline.report.excerpt import KINDS, excerpt_of, typical_steps
-from mpisgd.timeline.report.figures import steps_of
-from mpisgd.timeline.report.page import data_of, html_of
-from mpisgd.timeline.summary import summarise
+from mpisgd.tools.cli.trace import trace
+from mpisgd.tools.timeline.report.excerpt import KINDS, excerpt_of, typical_steps
+from mpisgd.tools.timeline.report.figures import steps_of
+from mpisgd.tools.timeline.report.page import data_of, html_of
+from mpisgd.tools.timeline.summary import summarise
 
 NUM_RANKS, NUM_STEPS = 8, 1000
 MEGABYTE = 10**6

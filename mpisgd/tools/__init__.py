@@ -1,0 +1,1 @@
+"""Benchmarks, predictions, verification, reports and commands; no module outside imports them."""

@@ -1,0 +1,214 @@
+"""Measured rows as PNG files."""
+
+import itertools
+import statistics
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpisgd.errors import JobError
+from mpisgd.tools.bench.report.rows import (
+    AS_TEXT,
+    LIMIT,
+    ONE_PROCESS,
+    OURS,
+    PING_PONG,
+    SHARED,
+    as_bytes,
+    unit_of,
+)
+from mpisgd.tools.bench.report.tables import LAYOUTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["need_matplotlib", "plot"]
+
+Row = dict[str, Any]
+
+NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 4, 7, 65
+LONG_NAME = 20  # characters, in a legend
+PANEL_SIZES = {"strategies of text": (8, 6)}  # inches, where names are long
+# Ours stand out, and a variant has the same colour in every panel.
+COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
+GREY = "#4a4a4a"
+BOUNDS = {LIMIT: "--", PING_PONG: ":"}
+# What the bars of a record are multiples of: the field of a median's multiple, and of what.
+BASES = {
+    "step": ("ratio_to_no_communication", "no communication"),
+    "layout": ("ratio_to_fastest", "fastest"),
+    "overlap": ("ratio_to_larger", "larger of limit and compute"),
+    "memory": ("ratio_to_none", "none"),
+    "compression": ("ratio_to_none", "no communication"),
+}
+
+
+def need_matplotlib() -> None:
+    """Raise JobError now rather than after the measurement where there is no matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as exc:
+        raise JobError('--plot needs matplotlib: pip install "mpisgd[bench]"') from exc
+    matplotlib.use("agg")
+
+
+def plot(path: Path, record: dict[str, Any]) -> None:
+    """Draw a record, with axes for each value of its section, and write the file."""
+    from matplotlib import pyplot
+
+    kind, panels = record["kind"], _panels(record)
+    special = {
+        "collectives": _draw_times,
+        "scaling": _draw_scaling,
+        "strategies": _draw_accuracy,
+        "strategies of text": _draw_loss,
+    }
+    draw = special.get(kind, _draw_bars)
+    columns = min(max(len(panels), 1), NUM_COLUMNS)
+    num_rows = -(-len(panels) // columns) or 1
+    width, height = PANEL_SIZES.get(kind, (5, 4))
+    size = (width * columns, height * num_rows + 0.6)
+    figure, grid = pyplot.subplots(num_rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for ax, panel in itertools.zip_longest(grid.flat, panels):
+        if panel is None:
+            ax.set_visible(False)
+        else:
+            ax.set(title=panel)
+            draw(ax, panels[panel], record)
+    figure.suptitle(textwrap.fill(record["title"], TITLE_CHARACTERS * columns), fontsize=10)
+    labels = [ax.get_legend_handles_labels() for ax in grid.flat if ax.get_legend() is None]
+    lines = {name: line for handles, names in labels for line, name in zip(handles, names, strict=True)}
+    if lines:
+        ncols = 6 if max(map(len, lines)) <= LONG_NAME else 3
+        figure.legend(
+            list(lines.values()), list(lines), loc="outside lower center", ncols=ncols, frameon=False
+        )
+    figure.savefig(path, dpi=110, format="png")
+    pyplot.close(figure)
+
+
+def _panels(record: dict[str, Any]) -> dict[str, list[Row]]:
+    """Return the rows of each panel, by its title."""
+    kind = record["kind"]
+    if kind == "strategies":
+        titles = ["accuracy against time"]
+        titles += ["accuracy against bytes sent"] * any(row["mib_sent"] for row in record["rows"])
+        return dict.fromkeys(titles, record["rows"])
+    fields_of = {"collectives": ("collective", "dtype"), "scaling": ("model",)}
+    fields = fields_of[kind] if kind in fields_of else (LAYOUTS[kind].section,)
+    panels: dict[str, list[Row]] = {}
+    for row in record["rows"]:
+        panels.setdefault(", ".join(row[field] for field in fields), []).append(row)
+    return panels
+
+
+def _draw_times(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw time over size for each variant of a collective, the limit dashed."""
+    colours: dict[str, str] = {}
+    for row in record["rows"]:
+        if row["variant"] not in BOUNDS:
+            colours.setdefault(row["variant"], COLOURS[len(colours) % len(COLOURS)])
+    for name in [*colours, *BOUNDS]:
+        here = [row for row in rows if row["variant"] == name]
+        x = [row["bytes"] for row in here]
+        y, low, high = ([row[key] * 1e6 for row in here] for key in ("median_s", "min_s", "max_s"))
+        if here and name in BOUNDS:
+            ax.plot(x, y, BOUNDS[name], color="black", linewidth=1.2, label=name, zorder=1)
+        elif here:
+            width = 2.2 if name == OURS else 1.4
+            ax.plot(x, y, "o-", color=colours[name], linewidth=width, markersize=3, label=name, zorder=2)
+            ax.fill_between(x, low, high, color=colours[name], alpha=0.12, linewidth=0)
+    sizes = sorted({row["bytes"] for row in rows})
+    ticks = sizes[:: max(1, -(-len(sizes) // NUM_TICKS))]
+    _powers_of_two(ax, ticks, [as_bytes(nbytes) for nbytes in ticks], fontsize=7, rotation=30)
+    ax.set(yscale="log", ylabel="microseconds (median, range)")
+    ax.grid(alpha=0.25, which="major")
+
+
+def _draw_accuracy(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw test accuracy over the seconds, or over the bytes, that a training has taken."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    in_bytes = "bytes" in ax.get_title()
+    for number, row in enumerate(rows):
+        style = ("-", "--", ":")[number // len(COLOURS) % 3]
+        x = [point[1] / 2**20 if in_bytes else point[0] for point in row["curve"]]
+        y = [100 * point[2] for point in row["curve"]]
+        ax.plot(x, y, style, marker=".", color=COLOURS[number % len(COLOURS)], label=row["variant"])
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    label = "MiB sent by all hosts" if in_bytes else "seconds of training"
+    ax.set(xlabel=label, ylabel="test accuracy, %")
+    ax.set_ylim(bottom=max(0, min(100 * point[2] for row in rows for point in row["curve"])))
+    ax.grid(alpha=0.3)
+
+
+def _draw_loss(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw validation loss over the steps of a training; what is synchronous is black."""
+    others = [row for row in rows if not row["is_synchronous"]]
+    for row in rows:
+        number = -1 if row["is_synchronous"] else others.index(row)
+        style = ("-", "--", ":")[max(0, number) // len(COLOURS) % 3]
+        colour, width = ("black", 2.2) if number < 0 else (COLOURS[number % len(COLOURS)], 1.2)
+        x, y = ([point[place] for point in row["curve"]] for place in (3, 2))
+        ax.plot(x, y, style, marker=".", color=colour, linewidth=width, label=row["variant"])
+    first = [row["curve"][0][2] for row in rows]
+    ax.set_ylim(top=1.2 * statistics.median(first))  # what does not train shall not decide the scale
+    ax.set(xlabel="steps", ylabel="validation loss of a byte, natural units")
+    ax.legend(fontsize=7, loc="upper right")
+    ax.grid(alpha=0.3)
+
+
+def _powers_of_two(ax: "Axes", ticks: Sequence[int], labels: Sequence[str], **style: Any) -> None:
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, labels, **style)
+    ax.minorticks_off()
+
+
+def _draw_bars(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw a bar for each row, the first on top: its median as a multiple of the base, and its range."""
+    ratio, what = BASES[record["kind"]]
+    unit = unit_of(rows[0])
+    base = rows[0][f"median_{unit}"] / rows[0][ratio]
+    rows = rows[::-1]
+    middle, low, high = (
+        [row[f"{which}_{unit}"] / base for row in rows] for which in ("median", "min", "max")
+    )
+    errors = [[a - b for a, b in zip(*pair, strict=True)] for pair in ((middle, low), (high, middle))]
+    colours = [_bar_colour(row) for row in rows]
+    ax.barh([row["variant"] for row in rows], middle, xerr=errors, color=colours, ecolor=GREY)
+    ax.axvline(1.0, color="black", linestyle="--", linewidth=1.2)
+    for place, value in enumerate(middle):
+        ax.text(0.02, place, f"{value:.2f}", va="center", color="white", fontsize=8)
+    ax.tick_params(axis="y", labelsize=7)
+    ax.set(xlabel=f"x {what}, {AS_TEXT[unit](base)} (median, range)")
+
+
+def _bar_colour(row: Row) -> str:
+    if row["variant"] in (OURS, SHARED):
+        return COLOURS[0]
+    if row["variant"] in ONE_PROCESS:
+        return COLOURS[1]
+    return COLOURS[2] if row.get("communicates") else COLOURS[5]
+
+
+def _draw_scaling(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw examples per second over the batch, log-log, with the line of perfect scaling."""
+    from matplotlib.ticker import LogFormatter
+
+    batches = sorted({row["batch"] for row in rows})
+    names = sorted(dict.fromkeys(row["variant"] for row in record["rows"]), key=lambda name: name != OURS)
+    for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
+        here = [row for row in rows if row["variant"] == name]
+        x, y = [row["batch"] for row in here], [row["examples_per_s"] for row in here]
+        ax.plot(x, y, marker="o", color=colour, label=name)
+    first = max(row["examples_per_s"] / row["speed_up"] for row in rows)
+    perfect = [first * batch / batches[0] for batch in batches]
+    ax.plot(batches, perfect, "--", color="black", label="perfect", zorder=1)
+    _powers_of_two(ax, batches, [f"{batch}\n{batch // batches[0]}" for batch in batches])
+    ax.set(yscale="log", xlabel="batch, ranks that share it", ylabel="examples per second")
+    ax.yaxis.set_major_formatter(LogFormatter())
+    ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))  # as plain numbers

@@ -1,0 +1,87 @@
+"""How often to write a checkpoint, and what failures leave of the time: restarts, and elastic training.
+
+With delta the time to write a checkpoint, M the mean time between failures of the job, R the time to restart,
+tau the time of work from one checkpoint to the next, and failures that come at any time alike:
+
+    Young 1974    tau = sqrt(2 delta M)
+    Daly 2006     tau = sqrt(2 delta M) (1 + sqrt(delta / 2 M) / 3 + (delta / 2 M) / 9) - delta
+                  tau = M from delta = 2 M on
+    share of the time that is work (Daly's complete model)
+                  tau / (M e^(R / M) (e^((tau + delta) / M) - 1))
+
+A job of h hosts has the h-th part of a host's mean time between failures. Elastic training goes on from the
+last step with the hosts that are left: a failure costs the recovery, and a host's work until it is replaced.
+"""
+
+import math
+from typing import NamedTuple
+
+from mpisgd.arguments import check_positive
+from mpisgd.tools.plan.cluster import Failures
+
+__all__ = ["Interruptions", "daly_interval", "elastic_share", "interruptions", "work_share", "young_interval"]
+
+HOUR_S = 3600.0
+
+
+def young_interval(checkpoint_s: float, mtbf_s: float) -> float:
+    """Return the seconds of work between checkpoints by Young's formula."""
+    check_positive("young_interval", "mtbf_s", mtbf_s)
+    return math.sqrt(2 * checkpoint_s * mtbf_s)
+
+
+def daly_interval(checkpoint_s: float, mtbf_s: float) -> float:
+    """Return the same by Daly's, which is nearer to the optimum where checkpoints are not short."""
+    check_positive("daly_interval", "mtbf_s", mtbf_s)
+    if checkpoint_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = checkpoint_s / (2 * mtbf_s)
+    return young_interval(checkpoint_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
+
+
+def work_share(interval_s: float, checkpoint_s: float, mtbf_s: float, restart_s: float) -> float:
+    """Return which share of the time is work that counts, with a checkpoint after `interval_s` of it."""
+    if interval_s <= 0:  # where checkpoints take no time there is one at every moment, and only restarts cost
+        return 0.0 if checkpoint_s else math.exp(-restart_s / mtbf_s)
+    period = (interval_s + checkpoint_s) / mtbf_s
+    if period + restart_s / mtbf_s > 700:  # no period is ever finished
+        return 0.0
+    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(period))
+
+
+def elastic_share(failures: Failures, hosts: int) -> float:
+    """Return the same for elastic training: nothing is lost but recoveries, and lost hosts' work."""
+    mtbf_s = failures.mtbf_hours * HOUR_S / hosts
+    absent = failures.repair_hours / (failures.mtbf_hours + failures.repair_hours)
+    return (1 - absent) / (1 + failures.recovery_s / mtbf_s) if hosts > 1 else 0.0
+
+
+class Interruptions(NamedTuple):
+    """What failures mean for a job.
+
+    Attributes:
+        mtbf_s: mean time between failures of the job.
+        young_s: seconds of work between checkpoints.
+        daly_s: the same.
+        restart_share: share of the time that is work, with restarts from checkpoints at Daly's interval.
+        elastic_share: the same for elastic training; 0 where a single host is all there is.
+    """
+
+    mtbf_s: float
+    young_s: float
+    daly_s: float
+    restart_share: float
+    elastic_share: float
+
+
+def interruptions(failures: Failures, hosts: int) -> Interruptions:
+    """Return what failures mean for a job on so many hosts."""
+    mtbf_s = failures.mtbf_hours * HOUR_S / hosts
+    daly = daly_interval(failures.checkpoint_s, mtbf_s)
+    return Interruptions(
+        mtbf_s,
+        young_interval(failures.checkpoint_s, mtbf_s),
+        daly,
+        work_share(daly, failures.checkpoint_s, mtbf_s, failures.restart_s),
+        elastic_share(failures, hosts),
+    )

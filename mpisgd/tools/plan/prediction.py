@@ -1,0 +1,248 @@
+"""`predict`: what a method of training takes on a cluster: time, its parts, memory, bytes and price."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.methods.costs import MethodCost, cost_of
+from mpisgd.methods.peak_memory import Memory, peak_memory
+from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.synchronous.synchronous import Synchronous
+from mpisgd.tools.bench.strategies.method import Method
+from mpisgd.tools.plan.cluster import Cluster
+from mpisgd.tools.plan.failures import Interruptions, interruptions
+from mpisgd.tools.plan.methods import layouts_of, method_of
+from mpisgd.tools.plan.models.model import StepProfile
+from mpisgd.tools.plan.network import FatTree
+from mpisgd.tools.plan.simulation.collectives import AUTO
+from mpisgd.tools.plan.steps.job import PlannedJob
+from mpisgd.tools.plan.steps.layout import divide
+from mpisgd.tools.plan.steps.parallel import Parallel
+from mpisgd.tools.plan.steps.planned_step import PlannedStep
+from mpisgd.tools.plan.steps.step_time import plan_step, steps_between_meetings
+from mpisgd.tools.plan.steps.tensor_step import plan_layout
+from mpisgd.tools.plan.stragglers import straggler_factor
+
+__all__ = ["LeftOut", "Options", "Prediction", "level_seconds", "predict", "predict_all"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a prediction is made.
+
+    Attributes:
+        algorithm: of all-reduces, or `auto`: the fastest of those that mpisgd has.
+        compression_s: seconds of an element, by compressor.
+        overlap: as of `DistributedOptimizer`.
+    """
+
+    algorithm: str = AUTO
+    compression_s: Mapping[str, float] | None = None
+    overlap: bool | None = None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A method that cannot be planned on so many ranks, and why."""
+
+    method: str
+    ranks: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a method takes on some ranks.
+
+    Attributes:
+        method: as it was written.
+        cluster: the ranks.
+        profile: of a rank's step without communication, stragglers included.
+        step: the planned one.
+        memory: of a rank.
+        straggler_s: what of a step is waiting for the slowest rank's compute.
+        interruptions: None where the cluster does not tell of failures.
+    """
+
+    method: str
+    cluster: Cluster
+    profile: StepProfile
+    step: PlannedStep
+    memory: Memory
+    straggler_s: float
+    interruptions: Interruptions | None
+
+    @property
+    def step_s(self) -> float:
+        """From one step to the next."""
+        return self.step.step_s
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward of a rank of average speed."""
+        return self.profile.compute_s - self.straggler_s
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication adds to a step: what is not hidden, with what strategies compute for it."""
+        return max(0.0, self.step_s - self.profile.compute_s - self.step.optimizer_s)
+
+    @property
+    def examples_per_s(self) -> float:
+        """Of all ranks together, without interruptions."""
+        return self.profile.batch * self.cluster.size / self.step_s
+
+    @property
+    def price_per_hour(self) -> float:
+        """Of all hosts."""
+        return self.cluster.price_per_hour * self.cluster.hosts
+
+    @property
+    def price_per_million(self) -> float:
+        """Of a million examples; 0 without a price."""
+        return self.price_per_hour / 3600 * 1e6 / self.examples_per_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has the memory for it."""
+        return self.cluster.memory_bytes is None or self.memory.total <= self.cluster.memory_bytes
+
+    @property
+    def bound(self) -> str:
+        """What rules the step: compute, the optimizer, latency, compression, or the busiest kind of link."""
+        if not self.fits:
+            return "memory of a rank"
+        parts = {
+            "compute": self.compute_s,
+            "stragglers": self.straggler_s,
+            "optimizer": self.step.optimizer_s,
+        }
+        largest = max(parts, key=parts.__getitem__)
+        if self.exposed_s < parts[largest]:
+            return largest
+        levels = level_seconds(self.cluster, self.step.traffic)
+        found = {
+            LEVELS.get(level, BETWEEN): seconds for level, seconds in sorted(levels.items(), key=_seconds)
+        }
+        found |= {"latency": self.step.alpha_s, "compression": self.step.compression_s}
+        found |= {"pipeline's bubble": self.step.waiting_s}
+        return max(found, key=found.__getitem__)
+
+
+BETWEEN = "links between hosts"
+LEVELS = {
+    "memory": "memory of a host",
+    "rank out": "links within hosts",
+    "rank in": "links within hosts",
+    "leaf up": "switch uplinks",
+    "leaf down": "switch uplinks",
+}
+
+
+def _seconds(level: tuple[str, float]) -> float:
+    return level[1]
+
+
+def level_seconds(cluster: Cluster, traffic: Mapping[str, float]) -> dict[str, float]:
+    """Return how long the busiest link of each level is busy with what it carries."""
+    network, rates = cluster.network, {"memory": cluster.within.bytes_per_s}
+    rates |= {"rank out": cluster.within.bytes_per_s, "rank in": cluster.within.bytes_per_s}
+    if isinstance(network, FatTree):
+        uplink = network.uplink * cluster.between.bytes_per_s
+        rates |= {"leaf up": uplink, "leaf down": uplink}
+    return {
+        level: nbytes / rates.get(level, cluster.between.bytes_per_s) for level, nbytes in traffic.items()
+    }
+
+
+def predict(
+    cluster: Cluster, profile: StepProfile, method: Method, options: Options | None = None
+) -> Prediction:
+    """Return what a method takes on all ranks of a cluster.
+
+    Raises:
+        InvalidArgument: it is not planned, or not for so many ranks.
+    """
+    options = options or Options()
+    measured = options.compression_s or {}
+    job = PlannedJob(
+        cluster, profile, method.compression, options.algorithm, options.overlap, compression_s=measured
+    )
+    layout = method.strategy if isinstance(method.strategy, Parallel) and cluster.size > 1 else None
+    cost = _cost_of(method)
+    every = steps_between_meetings(job, cost) if layout is None else 1.0
+    factor = straggler_factor(cluster.compute_spread, *((1, 1.0) if every is None else (cluster.size, every)))
+    job = replace(job, profile=profile.slower(factor))
+    failures = cluster.failures
+    return Prediction(
+        method=method.name,
+        cluster=cluster,
+        profile=job.profile,
+        step=plan_step(job, cost) if layout is None else plan_layout(job, layout),
+        memory=peak_memory(cost, job.sizes, job.world) if layout is None else divide(job, layout).memory(),
+        straggler_s=job.profile.compute_s - profile.compute_s,
+        interruptions=None if failures is None else interruptions(failures, cluster.hosts),
+    )
+
+
+def _cost_of(method: Method) -> MethodCost:
+    """Return the cost of a method; that of a layout is its own."""
+    strategy = Synchronous() if isinstance(method.strategy, Parallel) else method.strategy
+    if isinstance(strategy, Strategy) and (why := strategy.goes_with.compression.why_not(method.compression)):
+        raise InvalidArgument(f"plan: {strategy} with {method.compression}: {why}")
+    own = method.optimizer
+    return cost_of(strategy) if own is None else cost_of(strategy, own.kind, own.options)
+
+
+def predict_all(
+    clusters: Sequence[Cluster],
+    profile: StepProfile,
+    methods: Sequence[Method],
+    options: Options | None = None,
+    *,
+    layouts: bool = False,
+) -> tuple[list[Prediction], list[LeftOut]]:
+    """Return the predictions of all methods on all clusters, the fastest first; and what has none.
+
+    Those that fit into memory come before those that do not. With `layouts` there are also tensor and
+    pipeline parallelism, as far as the model's blocks and the ranks allow; see `layouts_of`.
+    """
+    found: list[Prediction] = []
+    left_out: list[LeftOut] = []
+    for cluster in clusters:
+        # A single rank trains alone, whatever the method.
+        for method in methods if cluster.size > 1 else methods[:1]:
+            try:
+                found.append(predict(cluster, profile, method, options))
+            except MpisgdError as exc:
+                left_out.append(LeftOut(method.name, cluster.size, str(exc)))
+        for layout in layouts_of(cluster, profile) if layouts and cluster.size > 1 else []:
+            found.append(_with_layout(cluster, profile, layout, options))
+    if not found and left_out:
+        raise InvalidArgument(left_out[0].reason)
+    return sorted(found, key=lambda each: (not each.fits, -each.examples_per_s)), left_out
+
+
+def _with_layout(
+    cluster: Cluster, profile: StepProfile, layout: Parallel, options: Options | None
+) -> Prediction:
+    """Return the prediction of a layout; where it does not fit, with activations that are computed again."""
+    found = predict(cluster, profile, method_of(layout), options)
+    return (
+        found
+        if found.fits
+        else predict(cluster, profile, method_of(replace(layout, recompute=True)), options)
+    )
+
+
+def with_faster(cluster: Cluster, what: str, factor: float) -> Cluster:
+    """Return the cluster with `between` or `within` so many times as fast, or with less `latency`."""
+    if what == "latency":
+        links = {name: getattr(cluster, name) for name in ("between", "within")}
+        faster = {
+            name: replace(link, latency_s=link.latency_s / factor, message_s=link.message_s / factor)
+            for name, link in links.items()
+        }
+        return replace(cluster, operation_s=cluster.operation_s / factor, **faster)
+    link = getattr(cluster, what)
+    return replace(cluster, **{what: replace(link, bytes_per_s=link.bytes_per_s * factor)})

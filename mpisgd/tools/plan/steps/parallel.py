@@ -1,0 +1,184 @@
+"""`Parallel`: tensor and pipeline parallelism beside data parallelism; `Grid`: which ranks do what in it.
+
+Ranks that send most are neighbours (`scripts/training/layout.py`): tp counts fastest, then dp, then pp. Eight
+ranks of Parallel(tp=2, pp=2), and so dp = 2:
+
+              pp 0                pp 1
+            tp 0  tp 1          tp 0  tp 1
+    dp 0     0     1             4     5
+    dp 1     2     3             6     7
+
+A rank's tp group shares the work of each block, its dp group means the gradients of the same parameters, and
+the rank of the same place at the next pp takes the activations. All groups of a kind send at the same time,
+so each has its share of what they use together, and is planned as a cluster of its own with that.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from mpisgd.arguments import call_text, check_flag, check_positive, shown
+from mpisgd.errors import InvalidArgument
+from mpisgd.pipeline.schedules.named import as_schedule
+from mpisgd.pipeline.schedules.schedule import Schedule
+from mpisgd.tools.plan.cluster import Cluster
+from mpisgd.tools.plan.simulation.messages import Round
+
+__all__ = ["Grid", "Parallel", "grid_of", "lies_evenly"]
+
+MICRO_BATCHES = 4  # of each stage where no number is given: a bubble of a fifth and less
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Ranks along the axes tp and pp, and along dp as many as are left; of a model whose blocks are known.
+
+    The batch is that of all ranks: what data parallelism alone would compute in a step.
+
+    Attributes:
+        tp: ranks that divide each block (Shoeybi and others 2019, "Megatron-LM").
+        pp: ranks of a pipeline.
+        schedule: of `mpisgd.pipeline`, by its name: "1f1b", "gpipe" or "interleaved".
+        micro_batches: of each pipeline and step; None: up to four times as many as stages.
+        stages_per_rank: for "interleaved".
+        recompute: whether activations are computed again in the backward pass.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int | None = None
+    stages_per_rank: int = 1
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "stages_per_rank"):
+            check_positive("Parallel", name, getattr(self, name), whole=True)
+        if self.micro_batches is not None:
+            check_positive("Parallel", "micro_batches", self.micro_batches, whole=True)
+        check_flag("Parallel", "recompute", self.recompute)
+        if not self.table.flushes:
+            raise InvalidArgument(
+                f"Parallel: schedule={shown(self.schedule)} ends no step with an empty pipeline; expected "
+                "1f1b, gpipe or interleaved"
+            )
+
+    @property
+    def table(self) -> Schedule:
+        """The schedule, which gives the order of each rank's passes."""
+        return as_schedule(self.schedule)
+
+    @property
+    def text(self) -> str:
+        """As it is written, without what is as by default."""
+        return call_text(self)
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the model."""
+        return self.pp * self.stages_per_rank
+
+    def micro_batches_of(self, examples: float) -> int:
+        """Return how many micro-batches the examples of a pipeline make.
+
+        Raises:
+            InvalidArgument: a micro-batch would not have a whole number of them.
+        """
+        if self.micro_batches is not None:
+            if examples % self.micro_batches:
+                raise InvalidArgument(
+                    f"plan: {examples:g} examples of a pipeline in micro_batches={self.micro_batches}"
+                )
+            return self.micro_batches
+        if self.pp == 1:
+            return 1
+        factors = range(MICRO_BATCHES, 0, -1)
+        return next(self.pp * each for each in factors if examples % (self.pp * each) == 0 or each == 1)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a cluster along dp, tp and pp.
+
+    Attributes:
+        cluster: all of them.
+        tp: ranks that divide each block.
+        pp: ranks of a pipeline.
+    """
+
+    cluster: Cluster
+    tp: int
+    pp: int
+
+    @property
+    def dp(self) -> int:
+        """Pipelines."""
+        return self.cluster.size // (self.tp * self.pp)
+
+    @property
+    def width(self) -> int:
+        """Ranks at each place of the pipelines."""
+        return self.dp * self.tp
+
+    @cached_property
+    def tensor_group(self) -> Cluster:
+        """Ranks that divide a block, and what they have of what joins them."""
+        k = self.cluster.ranks_per_host
+        if self.tp > k:
+            return replace(self.cluster, hosts=self.tp // k)
+        return self._share(1, self.tp, 1, k // self.tp)
+
+    @cached_property
+    def data_group(self) -> Cluster:
+        """Ranks that have the same parameters."""
+        k = self.cluster.ranks_per_host
+        if self.width <= k:
+            return self._share(1, self.dp, 1, k // self.dp)
+        here = max(1, k // self.tp)
+        return self._share(self.dp // here, here, k // here, k // here)
+
+    def _share(self, hosts: int, ranks_per_host: int, at_a_link: int, on_a_host: int) -> Cluster:
+        """Return a group, where so many of them share a host's link, and so many its memory."""
+        between, within = self.cluster.between, self.cluster.within
+        on_a_host = on_a_host if self.cluster.within_is_shared else 1
+        return replace(
+            self.cluster,
+            hosts=hosts,
+            ranks_per_host=ranks_per_host,
+            between=replace(between, bytes_per_s=between.bytes_per_s / at_a_link),
+            within=replace(within, bytes_per_s=within.bytes_per_s / on_a_host),
+        )
+
+    def sharers(self, group: Cluster, level: str) -> int:
+        """Return how many groups of a kind use a link of a level; of a rank's own link, one."""
+        return 1 if level.startswith("rank") else max(1, self.cluster.ranks_per_host // group.ranks_per_host)
+
+    def host_of(self, place: int) -> int:
+        """Return the host of the first rank at a place of the pipelines."""
+        return place * self.width // self.cluster.ranks_per_host
+
+    def messages(self, src: int, dst: int) -> Round:
+        """Return what goes from one place of the pipelines to another, of one byte each."""
+        ranks = np.arange(self.width)
+        return Round(ranks + src * self.width, ranks + dst * self.width, 1.0)
+
+
+def grid_of(cluster: Cluster, layout: Parallel) -> Grid:
+    """Return the ranks of a layout.
+
+    Raises:
+        InvalidArgument: there is no such number of ranks, or groups would lie across hosts unevenly.
+    """
+    if cluster.size % (layout.tp * layout.pp):
+        raise InvalidArgument(f"plan: expected a multiple of tp x pp = {layout.tp * layout.pp} ranks")
+    if not lies_evenly(cluster, layout.tp, layout.pp):
+        raise InvalidArgument("plan: the ranks of tp, or of a stage, would be on some hosts in part")
+    return Grid(cluster, layout.tp, layout.pp)
+
+
+def lies_evenly(cluster: Cluster, tp: int, pp: int) -> bool:
+    """Return whether the ranks can be divided so, and no group has more ranks on one host than on another."""
+    size, k = cluster.size, cluster.ranks_per_host
+    width = size // pp
+    return size % (tp * pp) == 0 and all(k % ranks == 0 or ranks % k == 0 for ranks in (tp, width))

@@ -1,0 +1,96 @@
+"""All modes on the ranks of this job: one cell after the other, and who is told of each."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import mpisgd
+from mpisgd import config
+from mpisgd.tools.verification.cell import Cell, try_mode
+from mpisgd.tools.verification.mode import Mode
+from mpisgd.tools.verification.sabotage import Sabotage
+
+__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Plan", "hosts_text", "run_here"]
+
+SHARED_MEMORY, MESSAGES, LOSS = "shared memory", "messages", "a rank is lost"
+
+
+class Plan(NamedTuple):
+    """What is to be verified.
+
+    Attributes:
+        quick: fewer steps, and only modes that say most.
+        sabotage: break every mode, to see that its comparison notices.
+        only: modes whose family or name contains this text.
+        losing: in a job that is to lose a rank, what is done to it; None in others.
+        beyond: only modes that need more ranks than these.
+    """
+
+    quick: bool = False
+    sabotage: bool = False
+    only: str = ""
+    losing: Sabotage | None = None
+    beyond: int = 0
+
+    def modes(self) -> list[Mode]:
+        """Return the rows of the matrix."""
+        from mpisgd.tools.verification.modes import MODES  # loads torch's parallelism
+
+        named = [m for m in MODES if self.only.lower() in f"{m.family} {m.name}".lower()]
+        chosen = [m for m in named if m.sizes[0] > self.beyond]
+        return [mode for mode in chosen if mode.quick] if self.quick and not self.only else chosen
+
+    @property
+    def sabotages(self) -> Sequence[Sabotage]:
+        """What is done to each mode."""
+        if self.losing is not None:
+            return [self.losing]
+        return [s for s in Sabotage if s is not Sabotage.NONE] if self.sabotage else [Sabotage.NONE]
+
+    def dtypes(self, mode: Mode, transport: str) -> Sequence[torch.dtype]:
+        """Return those of the models; all of them, if quickly, by one transport only."""
+        one = self.sabotage or transport == LOSS or (self.quick and transport == SHARED_MEMORY)
+        return mode.dtypes[:1] if one else mode.dtypes
+
+
+def hosts_text(count: int, *, pretended: bool) -> str:
+    """Return the name of the way between so many hosts; pretended ones are parts of a single one."""
+    return f"{count} hosts" + ", pretended" * pretended
+
+
+def _transport(plan: Plan) -> str:
+    """Return how the ranks of this job reach each other."""
+    if plan.losing is not None:
+        return LOSS
+    if mpisgd.num_nodes() > 1:
+        return hosts_text(mpisgd.num_nodes(), pretended=config.ranks_per_host() > 0)
+    return SHARED_MEMORY if config.shared_memory() else MESSAGES
+
+
+def run_here(plan: Plan, report: Callable[[Cell], None]) -> list[Cell]:
+    """Return the cells of all modes; report each as soon as it is there, on every rank. Collective."""
+    modes, transport = plan.modes(), _transport(plan)
+    torch.set_num_threads(1)
+    starts = not dist.is_initialized()
+    if starts:
+        dist.init_process_group("mpisgd")
+    cells = []
+    for cell in _cells(plan, modes, transport):
+        report(cell)
+        cells.append(cell)
+    if starts:
+        dist.destroy_process_group()
+    return cells
+
+
+def _cells(plan: Plan, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
+    for mode in modes:
+        if mode.loses_rank != (plan.losing is not None):
+            continue
+        for dtype in plan.dtypes(mode, transport):
+            for sabotage in plan.sabotages:
+                cell = try_mode(mode, dtype, transport, quick=plan.quick, sabotage=sabotage)
+                if cell is not None:
+                    yield cell

@@ -1,0 +1,182 @@
+"""Methods x situations: the methods, and what became of one in some situations.
+
+Which ranks and hosts a program has goes round `DIVISIONS`, so that each situation meets each. `covering` says
+which situations come together in a program.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import mpisgd
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods import catalogue
+from mpisgd.methods.cast.cast import Cast
+from mpisgd.methods.catalogue import text_of
+from mpisgd.tools.verification.programs.compare import Verdict
+from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.execute import has_reference
+from mpisgd.tools.verification.programs.option_text import evaluated
+from mpisgd.tools.verification.programs.program import Optimizer, Program
+from mpisgd.tools.verification.situations import Situation, compose, plain_program
+
+__all__ = [
+    "ALL_DIVISIONS",
+    "DIVISIONS",
+    "ONE_BIT",
+    "Division",
+    "Row",
+    "Run",
+    "Tried",
+    "program_of",
+    "row_of",
+    "rows",
+    "try_in",
+]
+
+Division = tuple[int, int]  # ranks, and those of each host; 0: all are on one
+
+DIVISIONS: tuple[Division, ...] = ((3, 0), (2, 0), (4, 2), (3, 1), (4, 0), (2, 1), (3, 2), (1, 0))
+ALL_DIVISIONS: tuple[Division, ...] = (*DIVISIONS, (8, 0), (8, 4), (8, 3), (5, 2))
+MOMENTUM = (("lr", 0.25), ("momentum", 0.5))
+ONE_BIT = tuple(
+    Optimizer(kind.__name__, (("lr", 0.01), *settings.items()))
+    for kind in catalogue.optimizers()
+    for settings in kind.examples()
+)
+
+Run = Callable[[Program], Verdict]
+
+
+class Row(NamedTuple):
+    """One method.
+
+    Attributes:
+        name: in tables.
+        optimizer: what `DistributedOptimizer` is asked for.
+        exact: whether all its numbers are exact, so that bits are compared.
+    """
+
+    name: str
+    optimizer: Optimizer
+    exact: bool
+
+    def program(self, situations: Sequence[Situation], division: Division) -> Program | None:
+        """Return the program in which all of these happen, None where they make no sense together."""
+        names = [self.name, *(situation.name for situation in situations), str(division)]
+        plain = plain_program(
+            self.optimizer, *division, exact=self.exact, seed=zlib.crc32(" ".join(names).encode())
+        )
+        return compose(plain, situations)
+
+
+class Tried(NamedTuple):
+    """What became of a method in some situations.
+
+    Attributes:
+        method: its name.
+        situations: their names; none in a plain program.
+        kind: "ok", "refused", "impossible": no program can do that; else what is wrong, as in `Verdict`, or
+            "missed", where it was broken on purpose and nothing differed.
+        text: why.
+        has_reference: whether it was compared with one process or a paper, and not with itself alone.
+        program: which was run, in a form that `parse` reads; "" if none.
+        sabotage: how it was broken on purpose.
+    """
+
+    method: str
+    situations: tuple[str, ...]
+    kind: str
+    text: str = ""
+    has_reference: bool = False
+    program: str = ""
+    sabotage: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether something is wrong."""
+        return self.kind not in ("ok", "refused", "impossible")
+
+
+def rows() -> Iterator[Row]:
+    """Yield the methods: every example of a strategy and of a compressor, pairs of both, and optimizers."""
+    kinds: set[tuple[type, type]] = set()
+    for strategy, compressor in catalogue.examples_that_go_together():
+        if not strategy.goes_with.repeats.goes:
+            continue  # what it does depends on time: its events are replayed
+        plain = strategy == mpisgd.Synchronous() or compressor == mpisgd.Compression.none
+        pair = type(strategy), type(compressor)
+        if pair in kinds and not plain:
+            continue
+        kinds.add(pair)
+        options = []
+        if strategy != mpisgd.Synchronous():
+            options.append(("strategy", text_of(strategy)))
+        if compressor != mpisgd.Compression.none:
+            options.append(("compression", text_of(compressor)))
+        name = ", ".join(text for _, text in options) or "mpisgd.Synchronous()"
+        exact = strategy.goes_with.op.goes and isinstance(compressor, Cast)
+        settings = MOMENTUM[:1] if compressor.traits.has_momentum else MOMENTUM  # one of both has it
+        row = Row(name.replace("mpisgd.", ""), Optimizer("SGD", settings, (), tuple(options)), exact)
+        yield row if _is_defined(row) else _per_parameter(row)
+    for optimizer in ONE_BIT:
+        given = ", ".join(f"{key}={value}" for key, value in optimizer.settings[1:])
+        yield Row(f"{optimizer.name}({given})", optimizer, exact=False)
+
+
+def row_of(text: str) -> Row:
+    """Return the row of a method of the user's own, written as `my_methods:BlockMomentum(steps=2)`.
+
+    Raises:
+        InvalidArgument: it is neither a strategy nor a compressor.
+    """
+    expression = text.replace(":", ".", 1)
+    value = evaluated(expression)
+    if not isinstance(value, mpisgd.Strategy | mpisgd.Compressor):
+        raise InvalidArgument(f"--method: {text} is neither a strategy nor a compressor")
+    option = "strategy" if isinstance(value, mpisgd.Strategy) else "compression"
+    return Row(text, Optimizer("SGD", MOMENTUM, (), ((option, expression),)), exact=False)
+
+
+def _is_defined(row: Row) -> bool:
+    program = row.program((), DIVISIONS[0])
+    return program is not None and has_reference(program)
+
+
+def _per_parameter(row: Row) -> Row:
+    """Return the method with a bucket for each parameter: then papers of what it draws know its buckets."""
+    options = (*row.optimizer.options, ("bucket_cap_bytes", "1"))
+    return row._replace(optimizer=replace(row.optimizer, options=options))
+
+
+def program_of(
+    row: Row, situations: Sequence[Situation], number: int, divisions: Sequence[Division] = DIVISIONS
+) -> tuple[Program | None, str]:
+    """Return a program on the first division, from `number` on, that has one, or why there is none."""
+    why = "makes no sense"
+    for place in range(len(divisions)):
+        program = row.program(situations, divisions[(number + place) % len(divisions)])
+        if program is not None:
+            why = violation(program)
+            if not why:
+                return program, ""
+    return None, why
+
+
+def try_in(
+    row: Row,
+    situations: Sequence[Situation],
+    number: int,
+    run: Run,
+    divisions: Sequence[Division] = DIVISIONS,
+) -> Tried:
+    """Return what becomes of a method in some situations together; see `program_of`."""
+    names = tuple(situation.name for situation in situations)
+    program, why = program_of(row, situations, number, divisions)
+    if program is None:
+        return Tried(row.name, names, "impossible", why)
+    verdict = run(program)
+    return Tried(row.name, names, verdict.kind, verdict.text, has_reference(program), repr(program))

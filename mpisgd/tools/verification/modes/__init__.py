@@ -1,0 +1,32 @@
+"""All modes that are verified, by family."""
+
+from mpisgd.tools.verification.mode import Mode
+from mpisgd.tools.verification.modes.asynchronous import ASYNCHRONOUS
+from mpisgd.tools.verification.modes.bfloat16 import BFLOAT16
+from mpisgd.tools.verification.modes.compressions import COMPRESSIONS
+from mpisgd.tools.verification.modes.horovod import HOROVOD
+from mpisgd.tools.verification.modes.layouts import LAYOUTS
+from mpisgd.tools.verification.modes.one_bit_optimizers import ONE_BIT_OPTIMIZERS
+from mpisgd.tools.verification.modes.pairs import PAIRS
+from mpisgd.tools.verification.modes.pipelines import PIPELINES
+from mpisgd.tools.verification.modes.resumption import RESUMPTION
+from mpisgd.tools.verification.modes.strategies import STRATEGIES
+from mpisgd.tools.verification.modes.synchronous import SYNCHRONOUS
+from mpisgd.tools.verification.modes.torch_programs import TORCH_PROGRAMS
+
+__all__ = ["MODES"]
+
+MODES: tuple[Mode, ...] = (
+    *SYNCHRONOUS,
+    *HOROVOD,
+    *RESUMPTION,
+    *TORCH_PROGRAMS,
+    *LAYOUTS,
+    *PIPELINES,
+    *STRATEGIES,
+    *ASYNCHRONOUS,
+    *COMPRESSIONS,
+    *PAIRS,
+    *ONE_BIT_OPTIMIZERS,
+    *BFLOAT16,
+)

@@ -1,0 +1,41 @@
+"""Training a model whose parameters may be DTensors, of which each rank has a part."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mpisgd.tools.verification.modes.synchronous import sgd
+from mpisgd.tools.verification.problem import Batch
+from mpisgd.tools.verification.trainee import Trainee
+
+__all__ = ["joined", "local", "train_distributed", "whole"]
+
+
+def joined(trainee: Trainee, step: int, ranks: Sequence[int]) -> Batch:
+    """Return the shares of some ranks together."""
+    return [torch.cat(parts) for parts in zip(*(trainee.batch(step, rank) for rank in ranks), strict=True)]
+
+
+def train_distributed(trainee: Trainee, model: nn.Module, batch: Callable[[int], Batch]) -> Tensor:
+    """Train with a batch for each step; return the whole parameters after each. Collective."""
+    optimizer = sgd(list(model.parameters()))
+    rows = []
+    for step in range(trainee.problem.steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(trainee.loss(model, batch(step)))
+        optimizer.step()
+        trainee.end_step([local(param) for param in model.parameters()])
+        rows.append(torch.cat([whole(param).detach().flatten() for param in model.parameters()]))
+    return torch.stack(rows)
+
+
+def local(param: Tensor) -> Tensor:
+    """Return this rank's part of a parameter."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def whole(param: Tensor) -> Tensor:
+    """Return the plain tensor that a parameter stands for. Collective over its mesh."""
+    return param.full_tensor() if isinstance(param, DTensor) else param

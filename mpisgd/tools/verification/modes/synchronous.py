@@ -1,0 +1,125 @@
+"""Synchronous SGD by the native optimizer: equal to one process on the joined batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mpisgd
+from mpisgd.tools.verification.mode import JOINED, Mode, Reference, between_orders
+from mpisgd.tools.verification.problem import Problem, flat_parameters, wide_problem
+from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trajectories import MakeOptimizer, joined_batch
+
+__all__ = ["SYNCHRONOUS", "adam", "distributed", "equal_to_one_process", "native", "sgd"]
+
+MAX_NORM = 0.05  # less than the norm of most gradients
+FAMILY = "synchronous"
+
+
+def sgd(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD with momentum."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def adam(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return AdamW, with an epsilon that keeps it from dividing by next to nothing."""
+    return torch.optim.AdamW(params, lr=0.01, eps=1e-4)
+
+
+def equal_to_one_process(
+    make_optimizer: MakeOptimizer, max_norm: float = 0.0
+) -> Callable[[Problem], Reference]:
+    """Return what synchronous training must be equal to."""
+
+    def simulate(problem: Problem, order: int) -> Tensor:
+        return joined_batch(problem, make_optimizer, max_norm)
+
+    return between_orders(simulate, JOINED)
+
+
+def native(make_optimizer: MakeOptimizer, parts: int = 1, **options: Any) -> Callable[[Trainee], Tensor]:
+    """Return the training by `DistributedOptimizer` with these options."""
+
+    def train(trainee: Trainee) -> Tensor:
+        model, optimizer = distributed(trainee, make_optimizer, **options)
+        return torch.stack(trainee.train(model, optimizer, parts=parts))
+
+    return train
+
+
+def distributed(
+    trainee: Trainee, make_optimizer: MakeOptimizer, **options: Any
+) -> tuple[nn.Module, mpisgd.DistributedOptimizer]:
+    """Return a new model and its optimizer."""
+    model, group = trainee.problem.model(), trainee.group()
+    made = make_optimizer(list(model.parameters()))
+    return model, mpisgd.DistributedOptimizer(made, model.named_parameters(), group=group, **options)
+
+
+def clipped(**options: Any) -> Callable[[Trainee], Tensor]:
+    """Return the training with clipped gradients."""
+
+    def train(trainee: Trainee) -> Tensor:
+        model, optimizer = distributed(trainee, sgd, **options)
+        return torch.stack(
+            trainee.train(model, optimizer, before_step=lambda: optimizer.clip_grad_norm_(MAX_NORM))
+        )
+
+    return train
+
+
+def sums(trainee: Trainee) -> Tensor:
+    """Train with the sum of the gradients of losses that are divided by the number of ranks."""
+    model, optimizer = distributed(trainee, sgd, op=mpisgd.ReduceOp.SUM)
+    size = trainee.problem.size
+    return torch.stack(
+        trainee.train(model, optimizer, backward=lambda loss: torch.autograd.backward(loss / size))
+    )
+
+
+def scaled(trainee: Trainee) -> Tensor:
+    """Train with a GradScaler, whose scales are powers of two."""
+    model, optimizer = distributed(trainee, sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    rows = []
+    for step in range(trainee.problem.steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(trainee.loss(model, trainee.batch(step))))
+        scaler.step(optimizer)
+        scaler.update()
+        trainee.end_step(list(model.parameters()))
+        rows.append(flat_parameters(model))
+    return torch.stack(rows)
+
+
+def _mode(name: str, train: Callable[[Trainee], Tensor], make: MakeOptimizer = sgd, **options: Any) -> Mode:
+    max_norm = options.pop("max_norm", 0.0)
+    return Mode(name, FAMILY, train, equal_to_one_process(make, max_norm), **options)
+
+
+SYNCHRONOUS = (
+    _mode("Synchronous", native(sgd)),
+    _mode("AdamW", native(adam), adam),
+    _mode("overlap, small buckets", native(sgd, overlap=True, bucket_cap_bytes=256)),
+    _mode("two backward passes per step", native(sgd, parts=2, backward_passes_per_step=2)),
+    _mode("clip_grad_norm_", clipped(), max_norm=MAX_NORM),
+    _mode("clip_grad_norm_, shared parameters", clipped(share_parameters=True), max_norm=MAX_NORM),
+    _mode("clip_grad_norm_, Sharded(2)", clipped(strategy=mpisgd.Sharded(2)), max_norm=MAX_NORM, quick=False),
+    _mode("op=SUM", sums),
+    _mode("GradScaler", scaled),
+    _mode("shared parameters", native(sgd, share_parameters=True)),
+    _mode("shared parameters, AdamW", native(adam, share_parameters=True), adam, quick=False),
+    _mode('ParameterServer("sync")', native(sgd, strategy=mpisgd.ParameterServer("sync")), quick=False),
+    _mode("Sharded(stage=1)", native(sgd, strategy=mpisgd.Sharded(1))),
+    _mode("Sharded(stage=2), AdamW", native(adam, strategy=mpisgd.Sharded(2)), adam),
+    _mode("70,000 parameters", native(sgd), problem=wide_problem),
+    _mode("70,000 shared parameters", native(sgd, share_parameters=True), problem=wide_problem, quick=False),
+    _mode(
+        "70,000 parameters, Sharded(stage=2)",
+        native(sgd, strategy=mpisgd.Sharded(2)),
+        problem=wide_problem,
+        quick=False,
+    ),
+)

@@ -1,0 +1,90 @@
+"""`paper_of`: what `DistributedOptimizer` is to be equal to, from the papers that methods name themselves."""
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mpisgd
+from mpisgd import Compressor
+from mpisgd.arguments import shown
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.adasum.adasum import AdaptiveSum
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.gossip.choco.paper import Choco
+from mpisgd.methods.gossip.d_psgd.paper import DPSGD
+from mpisgd.methods.gossip.push_sum.paper import PushSum
+from mpisgd.methods.natural.paper import Natural
+from mpisgd.methods.paper_kit import Slice, Vec
+from mpisgd.methods.synchronous.paper import Synchronous
+from mpisgd.methods.two_step.paper import TwoStep
+from mpisgd.tools.verification.draws import BucketDraws, Layout
+from mpisgd.tools.verification.paper_run import Definition
+
+__all__ = ["chunks_of", "paper_of"]
+
+CHUNK_UNIT = 64  # elements: chunks of owners are a multiple of it
+MIXES_WHOLE = (DPSGD, PushSum)  # papers of gossip in which nothing is compressed
+
+
+def paper_of(
+    strategy: mpisgd.Strategy | None = None,
+    compression: Compressor | None = None,
+    op: ReduceOp | AdaptiveSum = ReduceOp.AVG,
+    *,
+    size: int,
+    lengths: Sequence[tuple[str, int]] = (),
+) -> Definition:
+    """Return the definition of what `DistributedOptimizer` does with these arguments.
+
+    Args:
+        strategy: `Synchronous` by default.
+        compression: none by default.
+        op: AVG, SUM or Adasum.
+        size: how many ranks there are; one of them compresses nothing.
+        lengths: names of the parameters, and their bytes, for strategies that divide them.
+
+    Raises:
+        InvalidArgument: there is no paper of it.
+    """
+    strategy = mpisgd.Synchronous() if strategy is None else strategy
+    chosen = Compression.none if compression is None or size == 1 else compression
+    wire, paper = _compressor(chosen, size), strategy.paper(size, lengths)
+    if paper is None or isinstance(paper, Synchronous):
+        if op != ReduceOp.AVG and chosen != Compression.none:
+            raise InvalidArgument(f"there is no paper of op={shown(op)} with {chosen}")
+        if op == ReduceOp.SUM:
+            return Definition(Synchronous(sums=True))
+        return Definition(op.paper()) if isinstance(op, AdaptiveSum) else wire
+    if op != ReduceOp.AVG or (chosen != Compression.none and isinstance(paper, MIXES_WHOLE)):
+        raise InvalidArgument(f"there is no paper of {strategy} with {chosen} and op={shown(op)}")
+    layout = _in_order if isinstance(paper, (*MIXES_WHOLE, Choco)) else wire.layout
+    return Definition(paper, wire.paper, layout, wire.draw)
+
+
+def _compressor(chosen: Compressor, size: int) -> Definition:
+    """Return the definition of a mean that travels by a compressor, maybe inside of `PerHost`."""
+    inner: Any = getattr(chosen, "compressor", chosen)
+    paper, definition = inner.paper(), Definition(chosen.paper())
+    if isinstance(paper, TwoStep):
+        return definition._replace(layout=lambda x: chunks_of(Vec(dict(reversed(x.items()))), size))
+    seed, from_mantissas = getattr(inner, "seed", 0), isinstance(paper, Natural)
+    return definition._replace(draw=partial(BucketDraws, seed=seed, from_mantissas=from_mantissas))
+
+
+def _in_order(x: Vec) -> Layout:
+    return (tuple(Slice(name, 0, tensor.numel()) for name, tensor in x.items()),)
+
+
+def chunks_of(x: Vec, size: int) -> Layout:
+    """Return the pieces of parameters, side by side, in the chunks that ranks own."""
+    ends = list(itertools.accumulate(tensor.numel() for tensor in x.values()))
+    chunk = max(1, -(-sum(tensor.numel() for tensor in x.values()) // (size * CHUNK_UNIT))) * CHUNK_UNIT
+    chunks: list[list[Slice]] = [[] for _ in range(size)]
+    for (name, tensor), end in zip(x.items(), ends, strict=True):
+        begin = end - tensor.numel()
+        cuts = sorted({begin, end, *(cut for cut in range(0, end, chunk) if begin < cut)})
+        for low, high in itertools.pairwise(cuts):
+            chunks[low // chunk].append(Slice(name, low - begin, high - begin))
+    return tuple(map(tuple, chunks))

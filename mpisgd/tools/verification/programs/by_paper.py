@@ -1,0 +1,295 @@
+"""`ByPaper`: all ranks of a program in one process, by the paper of its method.
+
+`verification.papers` says which paper a strategy and a compressor are to be equal to. Each rank has a
+`Training` with plain torch, and at each step the paper has the gradients and the parameters of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import mpisgd
+from mpisgd.methods.paper_kit import Slice, Vec
+from mpisgd.tools.verification.draws import Layout
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, Saved, bucket_of, carried_over
+from mpisgd.tools.verification.papers import paper_of
+from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs.model import Model
+from mpisgd.tools.verification.programs.option_text import evaluated
+from mpisgd.tools.verification.programs.program import Event, Optimizer, Program
+from mpisgd.tools.verification.programs.training import Training, initial_groups
+
+__all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "paper_among"]
+
+SYNCHRONOUS = (mpisgd.Synchronous, mpisgd.Sharded, mpisgd.ParameterServer)
+OPTIONS = ("strategy", "compression", "op")
+
+
+def averages_gradients(optimizer: Optimizer) -> bool:
+    """Return whether all ranks step with the same gradients, and at the same time."""
+    strategy = arguments_of(optimizer).get("strategy", mpisgd.Synchronous())
+    return isinstance(strategy, SYNCHRONOUS) and strategy.goes_with.repeats.goes
+
+
+def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what the paper depends on of what `DistributedOptimizer` is asked for."""
+    return {name: evaluated(text) for name, text in optimizer.options if name in OPTIONS}
+
+
+def paper_among(program: Program, size: int, place: int = 0) -> Definition:
+    """Return the definition of the method of one of a program's optimizers, among so many ranks."""
+    optimizer, params = program.optimizers[place], Model(program).params
+    layers = [layer for group, _ in initial_groups(program, optimizer) for layer in group]
+    lengths = [(f"layers.{layer}", params[layer].nbytes) for layer in layers]
+    definition = paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
+    if optimizer.option("bucket_cap_bytes") == "1" and definition.layout is bucket_of:
+        return definition._replace(layout=_bucket_of_each)
+    return definition
+
+
+def _bucket_of_each(x: Vec) -> Layout:
+    return tuple((Slice(name, 0, tensor.numel()),) for name, tensor in x.items())
+
+
+def _names(training: Training, place: int) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer by name, in its order."""
+    name_of = {id(param): f"layers.{layer}" for layer, param in enumerate(training.model.params)}
+    return {name_of[id(param)]: param for param in training.params_of(place)}
+
+
+class Member(NamedTuple):
+    """A rank of a training in which one process has all of them.
+
+    Attributes:
+        training: of this rank.
+        takes_part: see `Training`.
+    """
+
+    training: Training
+    takes_part: bool
+
+    @property
+    def model(self) -> Model:
+        """See `Training`."""
+        return self.training.model
+
+    def states(self) -> list[dict[str, Any]]:
+        """See `Training`."""
+        return self.training.states() if self.takes_part else []
+
+
+class ByPaper:
+    """All ranks of a program by the paper of its method.
+
+    Args:
+        program: what is carried out.
+    """
+
+    def __init__(self, program: Program) -> None:
+        weight = 1.0 if program.optimizers[0].sums else program.ranks
+        self._program, self._num_ranks = program, program.ranks
+        self._all = [Training(program, [each], weight) for each in range(program.ranks)]
+        self._clips: list[events.Clip] = []
+        strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
+        self._is_local = not averages_gradients(program.optimizers[0])
+        self._mixes = isinstance(strategy, mpisgd.Gossip)
+        self._mixes_first = getattr(strategy, "style", "") == "combine_then_adapt"
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the runs of the ranks that train now, one for each optimizer."""
+        self._parts = [_Part(place, self._here) for place in range(len(self._program.optimizers))]
+        self._runs = [self._new_run(part) for part in self._parts]
+
+    def _new_run(self, part: _Part) -> PaperRun:
+        definition = paper_among(self._program, self._num_ranks, part.place)
+        return PaperRun(definition, part.params, part.optimizers, hosts=self._hosts)
+
+    @property
+    def _here(self) -> list[tuple[int, Training]]:
+        here = list(enumerate(self._all[: self._num_ranks]))
+        return here[::-1] if self._program.group == "reversed" else here  # in the group's order
+
+    @property
+    def _hosts(self) -> list[list[int]]:
+        """The ranks of each host, in the group's order."""
+        hosts: dict[int, list[int]] = {}
+        each = self._program.ranks_per_host or self._program.ranks
+        for rank, training in self._here:
+            hosts.setdefault(self._all.index(training) // each, []).append(rank)
+        return list(hosts.values())
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """See `Training`: one for each rank."""
+        return [Member(each, rank < self._num_ranks) for rank, each in enumerate(self._all)]
+
+    def do(self, event: Event) -> None:
+        """See `Training`."""
+        match event:
+            case events.Step():
+                self._step(event)
+            case events.Clip() if not self._is_local:
+                self._clips.append(event)
+            case events.Reload(ranks=ranks) if ranks and ranks != self._num_ranks:
+                self._resize(ranks)
+            case events.AddGroup() | events.SetFrozen() | events.Convert():
+                for training in self._all:  # also those that may train again
+                    training.do(event)
+                for part in self._parts:
+                    part.note_groups(self._here)
+            case events.Broadcast():
+                self._copy_from(event.src, self._all[: self._num_ranks])
+                self._go_on(self._runs)
+            case _:
+                for _, training in self._here:
+                    training.do(event)
+
+    def _step(self, event: events.Step) -> None:
+        if event.closure and self._mixes_first:  # its first gradient is of what the ranks have before
+            for _, training in self._here:
+                training.compute(event)
+            event = events.Step()
+        for part, run in zip(self._parts, self._runs, strict=True):
+            for optimizer in part.optimizers.values():
+                optimizer.event = event
+            frozen = part.frozen() if self._mixes else {}
+            run.step(part.grads(), self._clipped)
+            for rank, values in frozen.items():
+                for name, value in values.items():
+                    _overwrite(part.params[rank][name], value)
+                    run.x[rank][name] = value
+        self._clips.clear()
+
+    def _clipped(self, grads: Vec) -> Vec:
+        for clip in self._clips:
+            params = {name: nn.Parameter(torch.empty_like(grad)) for name, grad in grads.items()}
+            for name, grad in grads.items():
+                params[name].grad = grad.clone()
+            if clip.by_value:
+                nn.utils.clip_grad_value_(params.values(), clip.max_norm)
+            else:
+                nn.utils.clip_grad_norm_(params.values(), clip.max_norm, clip.norm_type)
+            grads = Vec({name: param.grad for name, param in params.items() if param.grad is not None})
+        return grads
+
+    # -- what is kept, where ranks begin anew ---------------------------------------------------------
+
+    def _resize(self, num_ranks: int) -> None:
+        """Go on with other ranks from the consensus of the models."""
+        before = self._runs
+        for part, run in zip(self._parts, self._runs, strict=True):
+            for name, value in self._consensus(part, run).items():
+                for params in part.params.values():
+                    _overwrite(params[name], value)
+        self._copy_from(0, self._all[self._num_ranks : num_ranks])
+        self._num_ranks = num_ranks
+        for _, training in self._here:
+            training.weight = 1.0 if self._program.optimizers[0].sums else num_ranks
+            training.do(events.Reload())
+        self._begin()
+        self._go_on(before)
+
+    def _consensus(self, part: _Part, run: PaperRun) -> dict[str, Tensor]:
+        for name in ("theta", "z"):
+            if common := getattr(run.state, name, None):
+                return dict(common)
+        ranks = list(part.params.values())
+        if not self._is_local:  # all ranks have the same, and a mean of three of them would be rounded
+            return dict(ranks[0])
+        return {name: torch.stack([params[name].detach() for params in ranks]).mean(0) for name in ranks[0]}
+
+    def _go_on(self, before: Sequence[PaperRun]) -> None:
+        """Let the runs go on from the parameters that there are, with what was alike in other ones."""
+        self._runs = []
+        for part, former in zip(self._parts, before, strict=True):
+            run = self._new_run(part)
+            states: dict[int, dict[str, Any]] = {rank: {} for rank in part.params}
+            run.load(Saved(carried_over(former.state, run.state, {}), part.copies(), states, former.steps))
+            self._runs.append(run)
+
+    def _copy_from(self, src: int, trainings: Sequence[Training]) -> None:
+        for training in trainings:
+            if training is not self._all[src]:
+                for param, other in zip(training.model.params, self._all[src].model.params, strict=True):
+                    _overwrite(param, other)
+                copies = self._all[src].states()  # of its own: torch keeps what it loads
+                for optimizer, state in zip(training.optimizers, copies, strict=True):
+                    optimizer.load_state_dict(state)
+                    _undo_casts(optimizer, state["state"])
+
+
+class _Part:
+    """What one of the program's optimizers has, on all ranks that train.
+
+    Attributes:
+        place: of the optimizer.
+        params: by rank and name.
+        optimizers: what a paper calls the optimizer, by rank.
+    """
+
+    def __init__(self, place: int, here: Sequence[tuple[int, Training]]) -> None:
+        self.place = place
+        self.params = {rank: _names(training, place) for rank, training in here}
+        self.optimizers: dict[int, Any] = {rank: _Stepping(training, place) for rank, training in here}
+
+    def note_groups(self, here: Sequence[tuple[int, Training]]) -> None:
+        """Take over parameters that were added."""
+        for rank, training in here:
+            self.params[rank].update(_names(training, self.place))
+
+    def grads(self) -> dict[int, dict[str, Tensor]]:
+        """Return the gradients that there are."""
+        return {
+            rank: {name: param.grad for name, param in params.items() if param.grad is not None}
+            for rank, params in self.params.items()
+        }
+
+    def frozen(self) -> dict[int, dict[str, Tensor]]:
+        """Return copies of the parameters that are not trained, which ranks do not mix."""
+        return {
+            rank: {name: p.detach().clone() for name, p in params.items() if not p.requires_grad}
+            for rank, params in self.params.items()
+        }
+
+    def copies(self) -> dict[int, Vec]:
+        """Return copies of the parameters."""
+        return {
+            rank: Vec({name: param.detach().clone() for name, param in params.items()})
+            for rank, params in self.params.items()
+        }
+
+
+class _Stepping:
+    """What a paper calls the optimizer: a step of one in a training, as the program asks for it."""
+
+    def __init__(self, training: Training, place: int) -> None:
+        self._training, self._place = training, place
+        self.event = events.Step()
+
+    def step(self) -> None:
+        """Update the parameters by the gradients that they have."""
+        self._training.step(self.event, [self._place])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the training keeps its state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+def _undo_casts(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
+    """Give a state back the dtypes that it was sent in: torch casts to those of the parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for place, entries in state.items():
+        optimizer.state[params[place]].update(entries)
+
+
+@torch.no_grad()
+def _overwrite(param: Tensor, other: Tensor) -> None:
+    param.copy_(other)

@@ -1,0 +1,358 @@
+"""What a program must not do, by the documentation of mpisgd or of torch: `violation` names it.
+
+A program that mpisgd refuses with an error on all ranks is no violation, but a refusal. These are the
+rules that nobody checks, or that only some ranks would notice. Those who draw and shrink programs keep to
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mpisgd.tools.verification.programs.lost_ranks import resumed_at, violation_of_losses
+from mpisgd.tools.verification.programs.program import (
+    ONE_BIT,
+    AddGroup,
+    Backward,
+    Broadcast,
+    Clip,
+    Convert,
+    Event,
+    FailedBackward,
+    Program,
+    Reload,
+    SetFrozen,
+    Step,
+    Synchronize,
+    ZeroGrad,
+)
+
+__all__ = ["may_be_refused", "sends_in_backward", "violation"]
+
+
+@dataclass
+class _Window:
+    """What has happened since the last step or reset of the gradients by an optimizer.
+
+    Attributes:
+        passes: backward passes that count.
+        has_skips: whether a rank was without one.
+        is_settled: whether gradients were reduced by `synchronize()` or clipping, or before this window by a
+            backward whose step a scaler has left out: the optimizer was told of no step, and of no reset.
+        is_reduced: whether all gradients of all ranks are reduced now.
+        has_ended: whether a backward has filled a window on some rank.
+    """
+
+    passes: int = 0
+    has_skips: bool = False
+    is_settled: bool = False
+    is_reduced: bool = False
+    has_ended: bool = False
+
+
+@dataclass
+class _Walk:
+    program: Program
+    layers: set[int] = field(default_factory=set)
+    window: _Window = field(default_factory=_Window)
+    is_clipped: bool = False  # since the last reset
+    is_stepped: bool = False  # with clipped gradients
+    is_reduced: bool = False  # what there is, and not reset since; on some rank
+    adds: bool = False  # something was added to that
+    num_ranks: int = 0  # that train now
+    has_begun: bool = False  # and so has the state of optimizers
+    has_gradients: bool = False  # which a scaler has not divided yet
+    overflows: bool = False  # some of what there is
+    is_unscaled: bool = False  # it has
+    was_stepped: bool = False  # with those
+
+
+def violation(program: Program) -> str:
+    """Return which rule a program breaks, "" if none."""
+    if program.loses:
+        return violation_of_losses(program) or next(filter(None, map(violation, resumed_at(program))), "")
+    for place, optimizer in enumerate(program.optimizers):
+        if not optimizer.layers:
+            return f"optimizer {place} has no layers"
+        if not _anchors(program, optimizer.layers):
+            return f"every layer of optimizer {place} may be without a gradient"
+        if any(layer >= len(program.layers) for layer in optimizer.layers):
+            return "no such layer"
+    if broken := _impossible(program):
+        return broken
+    walk = _begin(program)
+    for event in program.events:
+        if broken := _after_other(walk, event) or _after_scaled(walk, event) or _after(walk, event):
+            return f"{event}: {broken}"
+    if walk.window.has_skips and not walk.window.is_settled:
+        return "it ends before a rank without a backward takes part in the reduction"
+    if program.is_resized and walk.adds and _reduce_once(program):
+        return "some ranks would not see that it is refused"
+    return ""
+
+
+def _impossible(program: Program) -> str:
+    """Return what does not go together, whatever happens."""
+    names = {optimizer.name for optimizer in program.optimizers}
+    if names & {*ONE_BIT, "LBFGS"} and (len(program.optimizers) > 1 or program.scaler):
+        return "an optimizer that is alone, and without a scaler"
+    if program.scaler and (len(program.optimizers) > 1 or _raises_if_nonfinite(program)):
+        return "a scaler of several optimizers, or of gradients that must be finite"
+    if program.scaler and any(layer.dtype == "float16" for layer in program.layers):
+        return "torch scales no gradients of float16"
+    if names & {"LBFGS"} and any(program.layers[i].scaled for i in program.optimizers[0].layers):
+        return "LBFGS has one parameter group"
+    if "LBFGS" in names and any(layer.transposed for layer in program.layers):
+        return "LBFGS views gradients as flat"
+    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
+    strategy = program.optimizers[0].option("strategy")
+    if len({*layers}) < len(layers) and any(mode in strategy for mode in ("async", "ssp")):
+        return "parameters of servers at which nobody waits have one optimizer"
+    if names & {*ONE_BIT} and program.optimizers[0].options:
+        return "1-bit optimizers are not wrapped"
+    if names & {*ONE_BIT} and program.is_resized and 100 not in dict(program.optimizers[0].settings).values():
+        return "some ranks would not see that the first gradient of a parameter comes late"
+    return ""
+
+
+def _raises_if_nonfinite(program: Program) -> bool:
+    return any(optimizer.option("error_if_nonfinite") for optimizer in program.optimizers)
+
+
+def may_be_refused(program: Program) -> bool:
+    """Return whether mpisgd says that this program must not do what it does, in the middle of it.
+
+    Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
+    optimizer only, or to None. Nobody else may read gradients that are divided. Parameters whose first
+    gradient comes late are refused by 1-bit optimizers.
+    """
+    walk = _begin(program)
+    for event in program.events:
+        _after(walk, event)
+    is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
+    return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
+
+
+def _reads_divided(program: Program) -> bool:
+    """Return whether torch, or a second optimizer, reads gradients that are divided among ranks."""
+    divides = ("Sharded", "ParameterServer")
+    if not any(
+        o.option("share_parameters") or any(name in o.option("strategy") for name in divides)
+        for o in program.optimizers
+    ):
+        return False
+    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
+    by_others = any(
+        isinstance(event, Clip) and (event.by_torch or event.by_value) for event in program.events
+    )
+    return by_others or len({*layers}) < len(layers)
+
+
+def _begin(program: Program) -> _Walk:
+    layers = {layer for optimizer in program.optimizers for layer in optimizer.layers}
+    return _Walk(program, layers, num_ranks=program.ranks)
+
+
+def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
+    """Return the layers whose gradient every backward of every rank computes."""
+    refrozen = {event.layer for event in program.events if isinstance(event, SetFrozen)}
+    return [
+        place
+        for place in layers
+        if place < len(program.layers)
+        and program.layers[place].used_by == "all"
+        and not program.layers[place].frozen
+        and place not in refrozen
+    ]
+
+
+def _after_other(walk: _Walk, event: Event) -> str:
+    """Note what changes ranks, or parameters; return what is wrong with it."""
+    window, program = walk.window, walk.program
+    names = {optimizer.name for optimizer in program.optimizers}
+    match event:
+        case Backward() | FailedBackward():
+            walk.has_begun = True
+            if isinstance(event, Backward) and {*range(walk.num_ranks)} <= {*event.skipped}:
+                return "a backward of nobody"
+            if isinstance(event, Backward) and event.no_sync and names & {*ONE_BIT}:
+                return "1-bit optimizers have no no_sync()"
+        case Step(closure=data) if data:
+            if window.passes or window.has_skips or len(program.optimizers) > 1 or program.scaler:
+                return "a closure that is not all there is"
+            if names & {*ONE_BIT}:
+                return "1-bit optimizers call a closure once, and average what it has left"
+        case Step():
+            if "LBFGS" in names:
+                return "LBFGS needs a closure"
+        case Synchronize() | Clip():
+            if names & {*ONE_BIT}:
+                return "gradients are each rank's own"
+        case AddGroup():
+            if "LBFGS" in names:
+                return "LBFGS has one parameter group"
+        case Reload(ranks=ranks) if ranks:
+            if ranks > program.ranks or ranks == walk.num_ranks or program.group != "world":
+                return "no other ranks"
+            walk.num_ranks = ranks
+        case Broadcast():
+            if event.src >= walk.num_ranks or window.passes or window.has_skips:
+                return "a broadcast within a window, or of a rank that does not train"
+        case Convert():
+            if event.layer >= len(program.layers):
+                return "no such layer"
+            if window.passes or window.has_skips or _may_not_move(program):
+                return "parameters that must stay where they are"
+            if walk.has_begun and any(dict(o.settings).get("fused") for o in program.optimizers):
+                return "torch's fused optimizers have their state as parameters were when it was made"
+            if event.channels_last and "LBFGS" in names:
+                return "LBFGS views gradients as flat"
+            if event.channels_last and len(program.layers[event.layer].shape) != 4:
+                return "channels last of something else than images"
+    return ""
+
+
+def _may_not_move(program: Program) -> bool:
+    options = [dict(optimizer.options) for optimizer in program.optimizers]
+    one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
+    return one_bit or any({"share_parameters", "strategy"} & each.keys() for each in options)
+
+
+def _after_scaled(walk: _Walk, event: Event) -> str:
+    """Note what a scaler sees; return what is wrong with it."""
+    if not walk.program.scaler:
+        return "an infinite loss" if isinstance(event, Backward) and event.overflow else ""
+    match event:
+        case Backward():
+            walk.has_gradients = True
+            walk.overflows |= bool(event.overflow)
+            if walk.is_unscaled:
+                return "scaled gradients are added to others"
+            if event.skipped and _trains_locally(walk.program):
+                return "a scaler of a rank without gradients"
+        case Clip() | Step():
+            if not walk.has_gradients and (
+                isinstance(event, Clip) or walk.was_stepped or not walk.is_unscaled
+            ):
+                return "there is nothing to divide"
+            if not walk.window.is_reduced:
+                return "a scaler looks at gradients that are not reduced"
+            # After a step they are still there, divided.
+            walk.has_gradients, walk.is_unscaled = False, True
+            walk.was_stepped = isinstance(event, Step)
+        case ZeroGrad() | Reload() | FailedBackward():
+            walk.has_gradients = walk.is_unscaled = walk.overflows = False
+    return ""
+
+
+def _trains_locally(program: Program) -> bool:
+    strategies = [optimizer.option("strategy", "mpisgd.Synchronous()") for optimizer in program.optimizers]
+    return not all("Synchronous" in each or "Sharded" in each for each in strategies)
+
+
+def _after(walk: _Walk, event: Event) -> str:
+    """Note an event; return what is wrong with it."""
+    window, program = walk.window, walk.program
+    _note_reductions(walk, event)
+    passes = min(optimizer.passes for optimizer in program.optimizers)
+    match event:
+        case Backward():
+            if any(rank >= program.ranks for rank in event.skipped):
+                return "no such rank"
+            window.passes += not event.no_sync
+            window.has_skips |= bool(event.skipped)
+            if window.has_skips and window.has_ended:
+                return "gradients that were reduced on some ranks only are added to"
+            ends_window = not event.no_sync and window.passes % passes == 0
+            window.has_ended |= ends_window
+            window.is_reduced = ends_window and not window.has_skips and _passes_are_alike(program)
+            if window.has_skips and (window.passes > passes or window.is_settled):
+                return "a rank without this backward is not told of the reduction"
+            if program.exact and walk.is_clipped:
+                return "the mean of clipped gradients is rounded"
+        case FailedBackward():
+            if window.has_skips:
+                return "a rank without a backward before one that fails"
+            if sends_in_backward(program) and not _all_use_the_same(program):
+                return "the ranks have sent different gradients before it fails"
+            walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
+        case ZeroGrad(by_model=False) | Reload():
+            if window.has_skips and not window.is_settled:
+                return "a rank without a backward does not take part in the reduction"
+            walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
+        case ZeroGrad():
+            if window.has_skips:
+                return "a reset by the model while a rank is without a backward"
+            walk.is_clipped = walk.is_stepped = False
+            window.is_settled &= not event.set_to_none  # that it is None now tells the optimizer
+        case Step():
+            if program.exact and walk.is_stepped:
+                return "the mean of clipped gradients is rounded"
+            walk.window, walk.is_stepped = _Window(is_settled=walk.overflows), walk.is_clipped
+        case Synchronize():
+            window.is_settled = window.is_reduced = True
+        case Clip():
+            if (event.by_torch or event.by_value) and not window.is_reduced:
+                return "gradients that are not reduced are clipped"
+            window.is_settled = window.is_reduced = walk.is_clipped = True
+            if program.exact and not event.by_value and event.norm_type != float("inf"):
+                return "a norm that is rounded"
+            if program.exact and (
+                any(layer.dtype != "float64" for layer in program.layers)
+                or any(isinstance(each, Convert) for each in program.events)
+            ):
+                return "a factor that is rounded to the gradients' precision, or is not"
+        case AddGroup():
+            if event.layer in walk.layers or event.layer >= len(program.layers):
+                return "an optimizer has this layer"
+            if window.has_skips and not window.is_settled:
+                return "a group is added while a rank is without a backward"
+            walk.layers.add(event.layer)
+        case SetFrozen():
+            if event.layer >= len(program.layers):
+                return "no such layer"
+            if window.passes or window.has_skips:
+                return "frozen within a window"
+    return ""
+
+
+def _note_reductions(walk: _Walk, event: Event) -> None:
+    """Note whether there are reduced gradients, and whether something is added to them."""
+    passes = min(optimizer.passes for optimizer in walk.program.optimizers)
+    match event:
+        case Backward():
+            walk.adds |= walk.is_reduced
+            walk.is_reduced |= not event.no_sync and (walk.window.passes + 1) % passes == 0
+        case FailedBackward():
+            walk.adds |= walk.is_reduced
+            walk.is_reduced = False
+        case Step() | Synchronize() | Clip():
+            walk.is_reduced = True
+        case ZeroGrad(by_model=True, set_to_none=False):
+            walk.adds |= walk.is_reduced
+        case ZeroGrad() | Reload():
+            walk.is_reduced = False
+
+
+def _passes_are_alike(program: Program) -> bool:
+    return len({optimizer.passes for optimizer in program.optimizers}) == 1
+
+
+def sends_in_backward(program: Program) -> bool:
+    """Return whether gradients may be sent before a backward is over."""
+    options = [dict(optimizer.options) for optimizer in program.optimizers]
+    divides = any("stage=2" in each.get("strategy", "") for each in options)
+    return bool(program.ranks_per_host) or divides or any(each.get("overlap") == "True" for each in options)
+
+
+def _all_use_the_same(program: Program) -> bool:
+    return all(layer.used_by in ("all", "none") for layer in program.layers)
+
+
+def _reduce_once(program: Program) -> bool:
+    """Return whether gradients may not be added to after they were reduced."""
+    return any(
+        optimizer.sums
+        or {"share_parameters", "strategy", "compression", "op"} & dict(optimizer.options).keys()
+        for optimizer in program.optimizers
+    )

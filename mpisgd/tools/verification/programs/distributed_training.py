@@ -1,0 +1,193 @@
+"""`DistributedTraining`: a program carried out on one of several ranks, by what a user can call of mpisgd."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mpisgd
+from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs.option_text import evaluated
+from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Program
+from mpisgd.tools.verification.programs.training import Training
+
+__all__ = ["DistributedTraining", "group_of"]
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return a copy."""
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Raise what a program may go on after."""
+        raise ArithmeticError("this backward is to fail")
+
+
+class DistributedTraining(Training):
+    """A program with mpisgd, on this rank. Collective to make, and so is each event.
+
+    Attributes:
+        takes_part: whether this rank trains now.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program, self._num_ranks = program, program.ranks
+        self._group = self.make_group()
+        super().__init__(program, [mpisgd.rank()], self.weight_of(program))
+
+    def make_group(self) -> mpisgd.Group | None:
+        """Return the group of those that train, None where that is the job. Collective."""
+        return group_of(self.program)
+
+    def weight_of(self, program: Program) -> float:
+        """Return what the loss of a rank counts, so that the ranks' come to their sum."""
+        return 1.0 if program.optimizers[0].sums else float(self._num_ranks)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank trains now."""
+        return mpisgd.rank() < self._num_ranks
+
+    def make(self, place: int) -> Any:
+        """See `Training`."""
+        optimizer = self.program.optimizers[place]
+        options = {name: evaluated(text) for name, text in optimizer.options}
+        if optimizer.name in ONE_BIT:
+            settings = dict(optimizer.settings)
+            return getattr(mpisgd, optimizer.name)(self.groups_of(place), group=self._group, **settings)
+        if optimizer.names != "none":
+            form = "layers.{}" if optimizer.names == "model" else "other_{}.weight"
+            options["named_parameters"] = [(form.format(i), p) for i, p in enumerate(self.model.params)]
+        return mpisgd.DistributedOptimizer(super().make(place), group=self._group, **options)
+
+    def wait(self) -> None:
+        """Return when the parameters have arrived: no module waits for them here."""
+        for place, optimizer in enumerate(self.optimizers):
+            if "overlap_forward" in self.program.optimizers[place].option("strategy"):
+                optimizer.synchronizer.wait()
+
+    def do(self, event: Event) -> None:
+        """See `Training`."""
+        if not self.takes_part:
+            self._follow(event)
+            return
+        super().do(event)
+        self.wait()
+
+    def _follow(self, event: Event) -> None:
+        """Do on a rank that does not train what it must know when it does again."""
+        match event:
+            case events.SetFrozen() | events.Convert():
+                super().do(event)
+            case events.AddGroup():
+                self.note_group(event)
+            case events.Reload(ranks=ranks) if ranks:
+                self.reload(event)
+
+    def backward(self, event: events.Backward) -> None:
+        """See `Training`."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers if event.no_sync else ():
+                stack.enter_context(optimizer.no_sync())
+            super().backward(event)
+
+    def fail(self, event: events.FailedBackward) -> None:
+        """See `Training`."""
+        # What is made first is what backward comes to last.
+        used = self.model.params[self._always_used]
+        raises: Tensor = Raises.apply(used.double().sum())  # type: ignore[no-untyped-call]
+        loss = self.loss(event.data, self.ranks)
+        with contextlib.suppress(ArithmeticError):
+            torch.autograd.backward(raises if loss is None else raises + loss)
+
+    @property
+    def _always_used(self) -> int:
+        return min(i for i in self.layers if self.model.params[i].requires_grad)
+
+    def clip(self, event: events.Clip) -> None:
+        """See `Training`."""
+        if event.by_torch or event.by_value:
+            super().clip(event)
+            return
+        for optimizer in self.optimizers:
+            optimizer.clip_grad_norm_(event.max_norm, event.norm_type)
+
+    def synchronize(self) -> None:
+        """See `Training`."""
+        for optimizer in self.optimizers:
+            optimizer.synchronize()
+
+    def broadcast(self, event: events.Broadcast) -> None:
+        """See `Training`."""
+        mpisgd.broadcast_parameters(self._named, event.src, self._group)
+        for optimizer in self.optimizers:
+            mpisgd.broadcast_optimizer_state(optimizer, event.src, self._group)
+
+    @property
+    def _named(self) -> list[tuple[str, Tensor]]:
+        return [(f"layers.{place}", param.detach()) for place, param in enumerate(self.model.params)]
+
+    # -- other ranks --------------------------------------------------------------------------------
+
+    def reload(self, event: events.Reload) -> None:
+        """See `Training`."""
+        if event.ranks in (0, self._num_ranks):
+            super().reload(event)
+            return
+        states = self.saved(event)
+        if self.takes_part:
+            self._take_consensus()
+        self.optimizers.clear()
+        for param in self.model.params:
+            param.grad = None  # a rank that trains no more has none when it comes back
+        mpisgd.broadcast_parameters(self._named, 0)
+        everyones: list[Any] = [None] * mpisgd.size()
+        mpisgd.all_gather_object(everyones, (states, self.scaler and self.scaler.state_dict()))
+        before, self._num_ranks = self._num_ranks, event.ranks
+        self.weight = self.weight_of(self.program)
+        self._group = mpisgd.new_group(range(event.ranks))
+        if self.takes_part:
+            taken, scale = everyones[mpisgd.rank() if mpisgd.rank() < before else 0]
+            self.take_over(taken)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(scale)
+
+    def states(self) -> list[dict[str, Any]]:
+        """See `Training`."""
+        return super().states() if self.takes_part else []
+
+    def saved(self, event: events.Reload) -> list[dict[str, Any]]:
+        """See `Training`."""
+        states = self.states()
+        for state in states if event.forgets else ():
+            if "mpisgd" in state:
+                state["mpisgd"]["own"] = None
+        return states
+
+    @torch.no_grad()
+    def _take_consensus(self) -> None:
+        """Go on from the consensus of all ranks' models."""
+        for place, optimizer in enumerate(self.optimizers):
+            params = self.params_of(place)
+            if not isinstance(optimizer, mpisgd.DistributedOptimizer):
+                continue
+            with optimizer.consensus():
+                values = [param.detach().clone() for param in params]
+            for param, value in zip(params, values, strict=True):
+                param.copy_(value)
+
+
+def group_of(program: Program) -> mpisgd.Group | None:
+    """Return the group of those that train, None where that is the job. Collective."""
+    if program.group == "world":
+        return None
+    ranks = range(mpisgd.size())
+    return mpisgd.new_group(ranks[::-1] if program.group == "reversed" else ranks)

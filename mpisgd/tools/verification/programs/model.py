@@ -1,0 +1,96 @@
+"""The model of a program: its parameters and the loss of a rank.
+
+Values have a closed form, so that a program can be written down in a few lines, and differ by rank, by
+micro-batch and by element. Where a program is exact they are small integers and the loss is linear, so
+gradients do not depend on parameters and every order of additions gives the same; elsewhere each layer's part
+of the loss depends on those before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from mpisgd.tools.verification.programs.program import Layer, Program
+
+__all__ = ["Model", "is_used", "numbers"]
+
+
+@lru_cache(maxsize=1024)  # each rank, the reference and the variants of a program compute the same losses
+def numbers(shape: tuple[int, ...], key: int, *, exact: bool) -> Tensor:
+    """Return numbers of a closed form: integers from -3 to 3, or between -1 and 1. float64, [*shape].
+
+    Nobody writes to them.
+    """
+    i = torch.arange(math.prod(shape))
+    if exact:
+        return ((i * (i + key) + 5 * key) % 7 - 3).double().reshape(shape)
+    return torch.cos(i * (0.7 + key % 11) + key).double().reshape(shape)
+
+
+def is_used(layer: Layer, rank: int, size: int, data: int) -> bool:
+    """Return whether the loss of a rank on a micro-batch contains a layer."""
+    turn = data % size == rank
+    return {
+        "all": True,
+        "none": False,
+        "first": rank == 0,
+        "last": rank == size - 1,
+        "turns": turn,
+        "others": not turn,
+    }[layer.used_by]
+
+
+class Model:
+    """Parameters, and the loss of a rank.
+
+    Attributes:
+        params: by layer.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.params = [_parameter(program, place) for place in range(len(program.layers))]
+
+    def loss(self, rank: int, data: int, layers: Collection[int]) -> Tensor | None:
+        """Return a rank's loss of one micro-batch, a scalar; None where it contains no layer that trains."""
+        program = self._program
+        total: Tensor | None = None
+        for place, layer in enumerate(program.layers):
+            if place not in layers or not is_used(layer, rank, program.ranks, data):
+                continue
+            for use in range(layer.times):
+                part = self._part(place, rank, data, use)
+                if total is None:
+                    total = part
+                else:
+                    total = total + part if program.exact else torch.tanh(total / 2 + part)
+        return total if total is not None and total.requires_grad else None
+
+    def _part(self, place: int, rank: int, data: int, use: int) -> Tensor:
+        """Return the part of a layer: a scalar of its own dtype as float64."""
+        layer, param, exact = self._program.layers[place], self.params[place], self._program.exact
+        key = self._program.seed % 1000 + 31 * rank + 17 * data + 3 * place + 101 * use
+        if layer.kind == "dense":
+            factors = numbers(layer.shape, key, exact=exact).to(param.dtype)
+            products = param * factors
+        else:
+            rows, width = layer.shape
+            indices = (torch.arange(4) * (key % 3 + 1) + key) % rows
+            is_sparse = layer.kind == "sparse" or (layer.kind == "partly sparse" and data % 2 == 0)
+            factors = numbers((4, width), key, exact=exact).to(param.dtype)
+            products = nn.functional.embedding(indices, param, sparse=is_sparse) * factors
+        part: Tensor = products.sum().double()
+        return part if exact else part / max(1, factors.numel())
+
+
+def _parameter(program: Program, place: int) -> nn.Parameter:
+    layer = program.layers[place]
+    values = numbers(layer.shape, 1000 + place, exact=program.exact).to(getattr(torch, layer.dtype))
+    if layer.transposed:
+        values = values.t().contiguous().t()
+    return nn.Parameter(values.clone(memory_format=torch.preserve_format), requires_grad=not layer.frozen)

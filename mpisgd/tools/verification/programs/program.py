@@ -1,0 +1,304 @@
+"""`Program`: a training program as data: the model, the optimizers, and what happens in which order.
+
+A program says nothing of how it is run. `execute` runs it on a rank, or in one process for the reference;
+`python_text` writes it down as Python; `shrink` takes parts of it away. `repr()` of a program can be read
+back by `parse`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpisgd.methods.catalogue import optimizers
+from mpisgd.tools.verification.programs.option_text import evaluated
+
+__all__ = [
+    "ONE_BIT",
+    "AddGroup",
+    "Backward",
+    "Broadcast",
+    "Clip",
+    "Commit",
+    "Convert",
+    "Event",
+    "FailedBackward",
+    "Layer",
+    "Lose",
+    "Optimizer",
+    "Program",
+    "Reload",
+    "SetFrozen",
+    "SetRate",
+    "Step",
+    "Synchronize",
+    "ZeroGrad",
+    "parse",
+]
+
+ONE_BIT = tuple(kind.__name__ for kind in optimizers())
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter, and its part of the loss.
+
+    Attributes:
+        kind: "dense": multiplied by inputs. "embedding", "sparse": rows of it are looked up, and the
+            gradient is a dense or a sparse tensor. "partly sparse": sparse in every second backward only.
+        shape: of the parameter; a table has two dimensions.
+        dtype: its name in torch.
+        used_by: whose loss contains it: "all", "none", "first": rank 0, "last", "turns": every rank, one
+            in each backward, "others": all but that one.
+        times: how often the loss contains it: shared weights.
+        transposed: whether its memory is not in the order of its elements.
+        frozen: whether it needs no gradient at first.
+        scaled: whether its learning rate is half that of the others: a parameter group of its own.
+    """
+
+    kind: str = "dense"
+    shape: tuple[int, ...] = (3,)
+    dtype: str = "float64"
+    used_by: str = "all"
+    times: int = 1
+    transposed: bool = False
+    frozen: bool = False
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A torch optimizer, and what `mpisgd.DistributedOptimizer` is asked for.
+
+    Attributes:
+        name: of the class in torch.optim, or of one of mpisgd's that averages by itself; see `ONE_BIT`.
+        settings: its arguments by name.
+        layers: which of the model's it updates from the beginning.
+        options: of `DistributedOptimizer`, by name, each as the text of a Python expression.
+        names: whether parameters get names: "model", "other" ones, or "none".
+    """
+
+    name: str = "SGD"
+    settings: tuple[tuple[str, Any], ...] = (("lr", 0.5),)
+    layers: tuple[int, ...] = (0,)
+    options: tuple[tuple[str, str], ...] = ()
+    names: str = "model"
+
+    def option(self, name: str, default: str = "") -> str:
+        """Return the text of an option."""
+        return dict(self.options).get(name, default)
+
+    @property
+    def passes(self) -> int:
+        """How many backward passes fill a window."""
+        return int(self.option("backward_passes_per_step", "1"))
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are summed and not averaged."""
+        return self.option("op") == "mpisgd.ReduceOp.SUM"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward pass of the joint loss of some data, by default on all ranks.
+
+    Attributes:
+        data: numbers of what the loss is computed from: one is a micro-batch; several are joined.
+        skipped: ranks without this pass.
+        no_sync: whether it is inside `no_sync()`.
+        overflow: ranks whose loss is infinite.
+    """
+
+    data: tuple[int, ...]
+    skipped: tuple[int, ...] = ()
+    no_sync: bool = False
+    overflow: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class FailedBackward:
+    """A backward pass that raises on all ranks, in the middle; the gradients are reset after it."""
+
+    data: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of all optimizers, in their order.
+
+    Attributes:
+        closure: what a closure computes the gradients from, after it has reset them; (): there is none.
+    """
+
+    closure: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ZeroGrad:
+    """A reset of all gradients: by the optimizers, or by the model, which tells no optimizer."""
+
+    set_to_none: bool = True
+    by_model: bool = False
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clipping, by `optimizer.clip_grad_norm_` or by torch's own function, for each optimizer in turn.
+
+    Attributes:
+        max_norm: or the largest absolute value.
+        norm_type: of the norm.
+        by_torch: by `torch.nn.utils.clip_grad_norm_`.
+        by_value: by `torch.nn.utils.clip_grad_value_`, element by element.
+    """
+
+    max_norm: float = 1.0
+    norm_type: float = 2.0
+    by_torch: bool = False
+    by_value: bool = False
+
+
+@dataclass(frozen=True)
+class Synchronize:
+    """`optimizer.synchronize()` of all optimizers."""
+
+
+@dataclass(frozen=True)
+class SetFrozen:
+    """`requires_grad_()` of a layer."""
+
+    layer: int
+    frozen: bool = True
+
+
+@dataclass(frozen=True)
+class AddGroup:
+    """`add_param_group` of an optimizer with a layer that no optimizer has had; its gradient is None."""
+
+    layer: int
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class Reload:
+    """New optimizers over the same parameters, which load the states of the former ones; gradients are reset.
+
+    With another number of ranks these go on from the consensus of the former ones' models, and a rank
+    that is new loads the state of rank 0.
+
+    Attributes:
+        clears: whether the former ones are deleted before the new ones are made.
+        ranks: how many train from now on; 0: as many as before.
+        forgets: whether what is each rank's own is taken out of the states.
+    """
+
+    clears: bool = True
+    ranks: int = 0
+    forgets: bool = False
+
+
+@dataclass(frozen=True)
+class SetRate:
+    """All learning rates are multiplied by a factor, as a scheduler does."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Parameters and states of one rank become everyone's."""
+
+    src: int = 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """`Module.to` of a layer: another dtype, or channels last."""
+
+    layer: int
+    dtype: str = ""
+    channels_last: bool = False
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit of elastic training, to which ranks go back where some are lost."""
+
+
+@dataclass(frozen=True)
+class Lose:
+    """A loss of ranks, all at once; the others go on from a commit.
+
+    Attributes:
+        ranks: which, as they were numbered at the beginning.
+        waits: how many waits and messages the first of them comes to before.
+    """
+
+    ranks: tuple[int, ...]
+    waits: int = 0
+
+
+Event = (
+    Backward
+    | FailedBackward
+    | Step
+    | ZeroGrad
+    | Clip
+    | Synchronize
+    | SetFrozen
+    | AddGroup
+    | Reload
+    | SetRate
+    | Broadcast
+    | Convert
+    | Commit
+    | Lose
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is trained, by how many ranks, and how.
+
+    Attributes:
+        seed: what it was drawn from.
+        ranks: how many.
+        ranks_per_host: how many of them count as those of one host; 0: all.
+        exact: whether losses are linear and all numbers such that every order of additions gives the same
+            bits.
+        layers: of the model.
+        optimizers: over layers of it, one or several.
+        events: what happens.
+        group: which ranks train: "world", "duplicate": another group of all, or "reversed".
+        scaler: whether losses and steps go through a GradScaler, of each rank.
+    """
+
+    seed: int
+    ranks: int
+    ranks_per_host: int
+    exact: bool
+    layers: tuple[Layer, ...]
+    optimizers: tuple[Optimizer, ...]
+    events: tuple[Event, ...]
+    group: str = "world"
+    scaler: bool = False
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether the number of ranks changes."""
+        return any(isinstance(event, Reload) and event.ranks for event in self.events)
+
+    @property
+    def loses(self) -> bool:
+        """Whether ranks are lost."""
+        return any(isinstance(event, Lose) for event in self.events)
+
+
+def parse(text: str) -> Program:
+    """Return the program whose `repr()` it is."""
+    names = {kind.__name__: kind for kind in (Program, Layer, Optimizer, *Event.__args__)}
+    program = evaluated(text, {**names, "inf": float("inf")})
+    if not isinstance(program, Program):
+        raise ValueError(f"not a program: {text[:80]}")
+    return program

@@ -1,0 +1,402 @@
+"""`python_text`: a program as a Python program of a few lines, which needs mpisgd's public API alone.
+
+It trains on all ranks and, where the program has a reference in one process, once more with plain torch,
+and prints both. What does not occur in the program is not in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs.execute import has_reference
+from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Layer, Optimizer, Program
+from mpisgd.tools.verification.programs.variants import ranks_agree
+
+__all__ = ["python_text"]
+
+IMPORTS = ("import contextlib", "import copy", "import math", "", "import torch", "from torch import nn", "")
+INTEGERS = "((i * (i + key) + 5 * key) % 7 - 3)"
+COSINES = "torch.cos(i * (0.7 + key % 11) + key)"
+USERS = {
+    "first": "rank == 0",
+    "last": "rank == {last}",
+    "turns": "data % {size} == rank",
+    "others": "data % {size} != rank",
+}
+RAISES = """
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError
+"""
+
+
+def python_text(program: Program) -> str:
+    """Return the text; what starts it is in its first line."""
+    if program.loses:
+        return _text_with_losses(program)
+    compares = has_reference(program) and ranks_agree(program)
+    environment = f"MPISGD_RANKS_PER_HOST={program.ranks_per_host} " if program.ranks_per_host else ""
+    lines = [
+        f"# {environment}mpirun -n {program.ranks} --oversubscribe python THIS_FILE",
+        *IMPORTS,
+        *("import mpisgd", "", "mpisgd.init(timeout_s=10)"),
+        *_group(program),
+    ]
+    lines += _definitions(program)
+    lines += ["def train(ranks, weight, wraps):", *_indented(list(_body(program)), 1), "", ""]
+    weight = 1 if program.optimizers[0].sums else program.ranks
+    lines += [f"mine = train([mpisgd.rank()], {weight}, True)"]
+    lines += [f"right = train(range({program.ranks}), 1, False)"] if compares else []
+    lines += [f"print(mpisgd.rank(), mine{', right' if compares else ''})"]
+    return "\n".join(lines)
+
+
+def _definitions(program: Program) -> list[str]:
+    fails = any(isinstance(event, events.FailedBackward) for event in program.events)
+    lines = ["", *RAISES.splitlines()] if fails else []
+    lines += ["", "", "def numbers(shape, key):", "    i = torch.arange(math.prod(shape))"]
+    return [*lines, f"    return {INTEGERS if program.exact else COSINES}.double().reshape(shape)", "", ""]
+
+
+def _indented(lines: Iterator[str] | list[str], levels: int) -> list[str]:
+    return ["    " * levels + line if line else "" for line in lines]
+
+
+def _group(program: Program) -> list[str]:
+    if program.group == "world":
+        return ["group = None"] if program.is_resized else []
+    ranks = range(program.ranks)
+    return [f"group = mpisgd.new_group({list(ranks[::-1] if program.group == 'reversed' else ranks)})"]
+
+
+def _body(program: Program) -> Iterator[str]:
+    """Yield the lines of `train`."""
+    yield from _setup(program)
+    for event in program.events:
+        lines = list(_event(program, event))
+        if program.is_resized and not (isinstance(event, events.Reload) and event.ranks):
+            if isinstance(event, events.AddGroup):
+                yield from lines[:2]
+            lines = ["if takes_part:", *_indented(lines[2 * isinstance(event, events.AddGroup) :], 1)]
+        yield from lines
+    yield _result(program)
+
+
+def _result(program: Program) -> str:
+    return f"return [{', '.join(f'p{place}.tolist()' for place in range(len(program.layers)))}]"
+
+
+def _setup(program: Program) -> Iterator[str]:
+    """Yield what is before all events."""
+    for place, layer in enumerate(program.layers):
+        values = f"numbers({layer.shape}, {1000 + place}){_cast(layer)}"
+        values += ".t().contiguous().t()" if layer.transposed else ""
+        yield f"p{place} = nn.Parameter({values}{', requires_grad=False' if layer.frozen else ''})"
+    if program.is_resized:
+        yield "group, takes_part = None, True"
+    if program.scaler:
+        yield "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=10_000)"
+        yield "scaler.scale(torch.zeros(()))"
+    yield from _make_optimizers(program)
+    late = {event.layer for event in program.events if isinstance(event, events.AddGroup)}
+    yield from (f"has_{place} = False" for place in sorted(late))
+    yield from _loss(program, late)
+    yield from _backward(program)
+
+
+def _text_with_losses(program: Program) -> str:
+    """Return the text of a program whose ranks are threads, since nothing else loses one at a given wait."""
+    each = program.ranks_per_host or program.ranks
+    hosts = [min(each, program.ranks - first) for first in range(0, program.ranks, each)]
+    lines = ["# python THIS_FILE", *IMPORTS, "import mpisgd", "from mpisgd import elastic"]
+    lines += ["from mpisgd.job.threads_as_ranks import lose_ranks, run_ranks"]
+    lines += [*_definitions(program), "def train():", *_indented(list(_elastic_body(program)), 1), "", ""]
+    given = f"seed={program.seed}, ranks_per_host={hosts}, losses=()"
+    return "\n".join([*lines, f"print(*run_ranks({program.ranks}, train, {given}), sep='\\n')"])
+
+
+def _elastic_body(program: Program) -> Iterator[str]:
+    """Yield the lines of `train` where ranks may be lost."""
+    optimizers, params = range(len(program.optimizers)), [f"p{i}" for i in range(len(program.layers))]
+    late = sorted({event.layer for event in program.events if isinstance(event, events.AddGroup)})
+    yield "me, ranks, wraps = mpisgd.rank(), [mpisgd.rank()], True"
+    yield f"weight = {1 if program.optimizers[0].sums else program.ranks}"
+    yield from _group(program)
+    yield from _setup(program)
+    yield f"params = [{', '.join(params)}]"
+    values = [f"opt_{place}=opts[{place}]" for place in optimizers] + ["scaler=scaler"] * program.scaler
+    yield "state = elastic.State(model=nn.ParameterList(params), event=0,"
+    yield f"    frozen=[not p.requires_grad for p in params], {', '.join(values)})"
+    if program.group != "world":
+        yield "def make_groups():"
+        yield "    nonlocal group"
+        step = "[::-1]" if program.group == "reversed" else ""
+        yield f"    group = mpisgd.new_group(list(range(mpisgd.size())){step})"
+        yield from (f"    state.opt_{place}.rebuild(group)" for place in optimizers)
+        yield "state.register_reset_callbacks([make_groups])"
+    yield "@elastic.run"
+    yield "def go_on(state):"
+    changed = ["opts", "weight", *["scaler"] * program.scaler, *(f"has_{place}" for place in late)]
+    yield f"    nonlocal {', '.join(changed)}"
+    yield f"    opts = [{', '.join(f'state.opt_{place}' for place in optimizers)}]"
+    yield "    [p.requires_grad_(not frozen) for p, frozen in zip(params, state.frozen)]"
+    if program.scaler:
+        yield "    scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=10_000)"
+        yield "    scaler.scale(torch.zeros(()))"
+        yield "    scaler.load_state_dict(state.scaler.state_dict())"
+        yield "    state.scaler = scaler"
+    yield "    left = [None] * mpisgd.size()"
+    yield "    mpisgd.all_gather_object(left, me)"
+    yield f"    weight = {'1' if program.optimizers[0].sums else 'len(left)'}"
+    yield f"    while state.event < {len(program.events)}:"
+    yield "        now = state.event"
+    yield "        state.event += 1"
+    for place, event in enumerate(program.events):
+        yield f"        if now == {place}:"
+        yield from _indented(list(_event(program, event)), 3)
+    yield from (f"        state.opt_{place} = opts[{place}]" for place in optimizers)
+    yield "        state.frozen = [not p.requires_grad for p in params]"
+    yield "go_on(state)"
+    yield _result(program)
+
+
+def _backward(program: Program) -> Iterator[str]:
+    overflows = any(isinstance(event, events.Backward) and event.overflow for event in program.events)
+    infinite = " * (math.inf if rank in overflow else 1)" if overflows else ""
+    scaled = "scaler.scale(sum(exist) * weight)" if program.scaler else "(sum(exist) * weight)"
+    yield f"def backward(*batches, skipped=(){', overflow=()' if overflows else ''}):"
+    yield "    there = [rank for rank in ranks if rank not in skipped]"
+    yield "    losses = [(rank, loss(rank, data)) for rank in there for data in batches]"
+    yield f"    exist = [each{infinite} for rank, each in losses if each is not None and each.requires_grad]"
+    yield "    if exist:"
+    yield f"        {scaled}.backward()"
+    yield "    return (sum(exist) * weight).detach() if exist else torch.zeros(())"
+    yield ""
+
+
+def _cast(layer: Layer) -> str:
+    return "" if layer.dtype == "float64" else f".to(torch.{layer.dtype})"
+
+
+def _loss(program: Program, late: set[int]) -> Iterator[str]:
+    covered = late | {place for optimizer in program.optimizers for place in optimizer.layers}
+    yield ""
+    yield "def loss(rank, data):"
+    yield "    total = None"
+    for place, layer in enumerate(program.layers):
+        if layer.used_by == "none" or place not in covered:
+            continue
+        conditions = [f"has_{place}"] if place in late else []
+        if layer.used_by != "all":
+            conditions.append(USERS[layer.used_by].format(last=program.ranks - 1, size=program.ranks))
+        levels = 1
+        if conditions:
+            yield f"    if {' and '.join(conditions)}:"
+            levels = 2
+        for use in range(layer.times):
+            yield from _indented(list(_part(program, place, layer, use)), levels)
+    yield "    return total"
+    yield ""
+
+
+def _part(program: Program, place: int, layer: Layer, use: int) -> Iterator[str]:
+    yield f"key = {program.seed % 1000 + 3 * place + 101 * use} + 31 * rank + 17 * data"
+    if layer.kind == "dense":
+        numel, product = 1, f"p{place} * numbers({layer.shape}, key){_cast(layer)}"
+        for length in layer.shape:
+            numel *= length
+    else:
+        rows, width = layer.shape
+        numel = 4 * width
+        sparse = {"embedding": "False", "sparse": "True"}.get(layer.kind, "data % 2 == 0")
+        yield f"rows = (torch.arange(4) * (key % 3 + 1) + key) % {rows}"
+        looked_up = f"nn.functional.embedding(rows, p{place}, sparse={sparse})"
+        product = f"{looked_up} * numbers((4, {width}), key){_cast(layer)}"
+    part = f"({product}).sum().double()"
+    if program.exact:
+        yield f"total = {part} if total is None else total + {part}"
+    else:
+        yield f"part = {part} / {max(1, numel)}"
+        yield "total = part if total is None else torch.tanh(total / 2 + part)"
+
+
+def _make_optimizers(program: Program) -> Iterator[str]:
+    for place, optimizer in enumerate(program.optimizers):
+        late = [
+            event.layer
+            for event in program.events
+            if isinstance(event, events.AddGroup) and event.optimizer == place
+        ]
+        yield f"groups_{place} = {_groups(program, optimizer)}"
+        yield f"def make_{place}():"
+        settings = "".join(f", {name}={value!r}" for name, value in optimizer.settings)
+        group = ", group=group" if program.group != "world" or program.is_resized else ""
+        if optimizer.name in ONE_BIT:
+            wrapped = f"mpisgd.{optimizer.name}(groups_{place}{settings}{group})"
+            yield f"    return {wrapped} if wraps else torch.optim.Adam(groups_{place})"
+            yield f"opts = [make_{place}()]"
+            continue
+        yield f"    opt = torch.optim.{optimizer.name}(groups_{place}{settings})"
+        options = [f"{name}={text}" for name, text in optimizer.options]
+        options += [group.removeprefix(", ")] if group else []
+        if optimizer.names != "none":
+            layers = sorted({*optimizer.layers, *late})
+            pairs = ", ".join(f"({f'layers.{i}'!r}, p{i})" for i in layers)
+            options.append(f"named_parameters=[{pairs}]")
+        wrapped = f"mpisgd.DistributedOptimizer({', '.join(['opt', *options])})"
+        yield f"    return {wrapped} if wraps else opt"
+        yield (
+            f"opts = [{', '.join(f'make_{i}()' for i in range(place + 1))}]"
+            if place + 1 == len(program.optimizers)
+            else ""
+        )
+
+
+def _groups(program: Program, optimizer: Optimizer) -> str:
+    rate = dict(optimizer.settings)["lr"]
+    groups = []
+    for scaled, factor in ((False, 1.0), (True, 0.5)):
+        layers = [f"p{i}" for i in optimizer.layers if program.layers[i].scaled is scaled]
+        if layers:
+            groups.append(f"{{'params': [{', '.join(layers)}], 'lr': {rate * factor}}}")
+    return f"[{', '.join(groups)}]"
+
+
+def _event(program: Program, event: Event) -> Iterator[str]:
+    """Yield the lines of an event."""
+    waits = any("overlap_forward" in optimizer.option("strategy") for optimizer in program.optimizers)
+    match event:
+        case events.Backward():
+            skipped = f", skipped={event.skipped}" if event.skipped else ""
+            skipped += f", overflow={event.overflow}" if event.overflow else ""
+            call = f"backward({', '.join(map(str, event.data))}{skipped})"
+            if event.no_sync:
+                yield "with contextlib.ExitStack() as stack:"
+                yield "    [stack.enter_context(opt.no_sync()) for opt in opts if wraps]"
+                yield f"    {call}"
+            else:
+                yield call
+        case events.FailedBackward():
+            yield "with contextlib.suppress(ArithmeticError):"
+            yield f"    raises = Raises.apply(p{program.optimizers[0].layers[0]}.double().sum())"
+            parts = ", ".join(f"loss(ranks[0], {data})" for data in event.data)
+            yield f"    sum([raises, {parts}]).backward() if wraps else None"
+            yield "[opt.zero_grad() for opt in opts]"
+        case events.Step():
+            if event.closure:
+                data = ", ".join(map(str, event.closure))
+                yield "def closure():"
+                yield "    [opt.zero_grad() for opt in opts]"
+                yield f"    return backward({data})"
+                yield "[opt.step(torch.enable_grad()(closure)) for opt in opts]"
+            elif program.scaler:
+                yield "[scaler.step(opt) for opt in opts]"
+                yield "scaler.update()"
+            else:
+                yield "[opt.step() for opt in opts]"
+            if waits:
+                yield "[opt.synchronizer.wait() for opt in opts if wraps]"
+        case events.ZeroGrad():
+            if event.by_model:
+                params = ", ".join(f"p{i}" for i in range(len(program.layers)))
+                yield f"nn.ParameterList([{params}]).zero_grad(set_to_none={event.set_to_none})"
+            else:
+                yield f"[opt.zero_grad(set_to_none={event.set_to_none}) for opt in opts]"
+        case events.Clip():
+            if program.scaler:
+                yield "[scaler.unscale_(opt) for opt in opts]"
+            yield "for opt in opts:"
+            arguments = f"{event.max_norm}, {event.norm_type!r}".replace("inf", "math.inf")
+            params = "[p for group in opt.param_groups for p in group['params']]"
+            torchs = f"nn.utils.clip_grad_norm_({params}, {arguments})"
+            if event.by_value:
+                torchs = torchs.replace("clip_grad_norm_", "clip_grad_value_").split("], ")[0]
+                torchs += f"], {event.max_norm})"
+            yield (
+                f"    {torchs}"
+                if event.by_torch or event.by_value
+                else (f"    opt.clip_grad_norm_({arguments}) if wraps else {torchs}")
+            )
+        case events.Synchronize():
+            yield "[opt.synchronize() for opt in opts if wraps]"
+        case events.SetFrozen():
+            yield f"p{event.layer}.requires_grad_({not event.frozen})"
+        case events.AddGroup():
+            rate = dict(program.optimizers[event.optimizer].settings)["lr"]
+            yield f"has_{event.layer} = True"
+            yield f"groups_{event.optimizer}.append({{'params': [p{event.layer}], 'lr': {rate}}})"
+            added = f"{{'params': [p{event.layer}], 'lr': {rate}}}"
+            yield f"opts[{event.optimizer}].add_param_group({added})"
+        case events.Reload(ranks=ranks) if ranks:
+            yield from _resize(program, event)
+        case events.Reload():
+            yield "states = copy.deepcopy([opt.state_dict() for opt in opts])"
+            made = ", ".join(f"make_{i}()" for i in range(len(program.optimizers)))
+            if event.clears:
+                yield "opts.clear()"
+            yield f"opts = [{made}]"
+            yield "[opt.load_state_dict(state) for opt, state in zip(opts, states)]"
+            yield "[opt.zero_grad() for opt in opts]"
+        case events.Commit():
+            yield "state.commit()"
+        case events.Lose():
+            yield f"gone = [rank for rank in {list(event.ranks)} if rank in left]"
+            yield "if gone[:1] == [me]:"
+            yield f"    lose_ranks(*map(left.index, gone), waits={event.waits})"
+        case events.SetRate():
+            yield "for opt in opts:"
+            yield "    for group in opt.param_groups:"
+            yield f"        group['lr'] *= {event.factor}"
+        case events.Broadcast():
+            yield "if wraps:"
+            source = f"{event.src}{_of_group(program)}"
+            yield f"    mpisgd.broadcast_parameters({_named(program)}, {source})"
+            yield f"    [mpisgd.broadcast_optimizer_state(opt, {source}) for opt in opts]"
+        case events.Convert():
+            to = "memory_format=torch.channels_last" if event.channels_last else f"torch.{event.dtype}"
+            yield f"nn.ParameterList([p{event.layer}]).to({to})"
+
+
+def _named(program: Program) -> str:
+    pairs = ", ".join(f"('{i}', p{i}.detach())" for i in range(len(program.layers)))
+    return f"[{pairs}]"
+
+
+def _of_group(program: Program) -> str:
+    return ", group" if program.group != "world" or program.is_resized else ""
+
+
+def _resize(program: Program, event: events.Reload) -> Iterator[str]:
+    """Yield how other ranks go on with the consensus of the former ones."""
+    made = ", ".join(f"make_{i}()" for i in range(len(program.optimizers)))
+    yield "states = copy.deepcopy([opt.state_dict() for opt in opts])"
+    yield "if wraps:"
+    if not any(optimizer.name in ONE_BIT for optimizer in program.optimizers):
+        yield "    for opt in opts:"
+        yield "        params = [p for group_ in opt.param_groups for p in group_['params']]"
+        yield "        with opt.consensus():"
+        yield "            values = [p.detach().clone() for p in params]"
+        yield "        [p.data.copy_(value) for p, value in zip(params, values)]"
+    if event.forgets:
+        yield "    [state['mpisgd'].update(own=None) for state in states if 'mpisgd' in state]"
+    yield "    opts.clear()"
+    yield f"    mpisgd.broadcast_parameters({_named(program)}, 0)"
+    yield "    everyones = [None] * mpisgd.size()"
+    scale = "scaler.state_dict()" if program.scaler else "None"
+    yield f"    mpisgd.all_gather_object(everyones, (states, {scale}))"
+    yield "    states, scale = everyones[mpisgd.rank() if takes_part else 0]"
+    if program.scaler:
+        yield "    scaler.load_state_dict(scale)"
+    yield f"    group, takes_part = mpisgd.new_group(range({event.ranks})), mpisgd.rank() < {event.ranks}"
+    weight = 1 if program.optimizers[0].sums else event.ranks
+    yield f"    weight = {weight}"
+    yield f"ranks = ranks if wraps else range({event.ranks})"
+    yield f"opts = [{made}] if takes_part else []"
+    yield "[opt.load_state_dict(state) for opt, state in zip(opts, states)]"
+    yield "[opt.zero_grad() for opt in opts]"

@@ -1,0 +1,134 @@
+"""Which programs have a definition in one process beside joined losses: the paper of their method."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import mpisgd
+from mpisgd.compress.compressor import Casting
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.synchronous.paper import Synchronous
+from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
+from mpisgd.tools.verification.programs.program import Program
+
+__all__ = ["definition_of", "rounds", "why_undefined"]
+
+
+def definition_of(program: Program) -> type[ByPaper] | None:
+    """Return what makes the definition of a program's method; None: it has none here."""
+    return None if why_undefined(program) else ByPaper
+
+
+@lru_cache(maxsize=64)  # asked for several times of each program
+def why_undefined(program: Program) -> str:
+    """Return why a program has no definition by a paper, "" if it has one."""
+    if program.optimizers[0].name in events.ONE_BIT:
+        return "the paper of the optimizer has no programs"
+    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
+    if len({*layers}) < len(layers):
+        return "several optimizers of the same parameters"
+    options = arguments_of(program.optimizers[0])
+    strategy = options.get("strategy", mpisgd.Synchronous())
+    is_local = not averages_gradients(program.optimizers[0])
+    compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
+    sent = _sent_by(compression)
+    has_buckets = len(program.layers) == 1 or (cap == "1" and not sent.of_chunks)
+    compresses = not isinstance(sent, Synchronous) and (has_buckets or not sent.of_buckets)
+    reduces = compresses or options.get("op") is mpisgd.Adasum
+    if not (is_local or reduces):
+        return "no paper of what buckets have together, unless each parameter has its own"
+    has_sparse = any("sparse" in layer.kind for layer in program.layers)
+    if has_sparse and compresses and not is_local:
+        return "sparse gradients travel as they are, and the paper compresses all"
+    if why := _why_no_paper(program, strategy):
+        return why
+    if is_local and sent.of_buckets and cap not in ("", "1"):
+        return "what is drawn depends on the buckets"
+    if reduces and not is_local and not _reduces_once(program):
+        return "a step with several reductions, or with none"
+    if program.exact and sent.chooses:
+        return "among equals it chooses whichever it likes"
+    regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
+    if sent.counts and regroups:
+        return "what signs zeros have, and what is drawn, depends on how many reductions a bucket had"
+    if is_local and sent.counts and any(layer.frozen for layer in program.layers):
+        return "whether what is frozen lies in a bucket of the others decides what is drawn for these"
+    moves = any(isinstance(event, events.Convert) for event in program.events)
+    if sent.of_memory and (moves or any(layer.transposed for layer in program.layers)):
+        return "it approximates, draws for or cuts what lies in memory"
+    dtypes = {each.dtype for each in (*program.layers, *program.events) if hasattr(each, "dtype")}
+    if rounds(program) and dtypes - {"", "float64"}:
+        return "it rounds what a narrow dtype has rounded"
+    return ""
+
+
+def rounds(program: Program) -> bool:
+    """Return whether a method computes with gradients what is rounded, such as a mean of magnitudes."""
+    options = [arguments_of(optimizer) for optimizer in program.optimizers]
+    return any(
+        each.get("op") is mpisgd.Adasum or _sent_by(each.get("compression")).rounds for each in options
+    )
+
+
+def _sent_by(compression: mpisgd.Compressor | None) -> Paper[Any]:
+    """Return the paper of what travels, inside of `PerHost`, too; a cast is compared as what it rounds."""
+    inner: mpisgd.Compressor | None = getattr(compression, "compressor", compression)
+    try:
+        found: Paper[Any] = Synchronous() if inner is None else inner.paper()
+    except mpisgd.InvalidArgument:
+        return Synchronous()
+    return Synchronous() if isinstance(inner, Casting) else found
+
+
+def _why_no_paper(program: Program, strategy: Any) -> str:
+    added = any(isinstance(event, events.AddGroup) for event in program.events)
+    has_empty = any(0 in layer.shape for layer in program.layers)
+    if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
+        return "the paper's fragments are those of the beginning, and all have elements"
+    freezes = any(isinstance(event, events.SetFrozen) for event in program.events)
+    if freezes and isinstance(strategy, mpisgd.Gossip):
+        return "what was frozen is not mixed, and updated all the same while it has a gradient"
+    closures = any(getattr(event, "closure", ()) for event in program.events)
+    warms_up = getattr(strategy, "warmup_steps", 0)
+    looks = closures or any(isinstance(event, events.Clip) for event in program.events)
+    if warms_up and (program.scaler or looks):
+        return "something looks at gradients that are reduced by then"
+    try:
+        paper_among(program, program.ranks)
+    except mpisgd.InvalidArgument as exc:
+        return str(exc).partition(" [mpisgd:")[0]
+    return ""
+
+
+def _reduces_once(program: Program) -> bool:
+    """Return whether there is one reduction for each step, of all that came since the last reset."""
+    if program.scaler:
+        return False
+    passes, has_new, is_reduced = 0, False, False
+    for event in program.events:
+        match event:
+            case events.Backward():
+                if is_reduced:
+                    return False
+                has_new, passes = True, passes + (not event.no_sync)
+                is_reduced = not event.no_sync and passes == program.optimizers[0].passes
+            case events.Step(closure=data):
+                if data or not has_new:
+                    return False
+                has_new, is_reduced = False, True
+            case events.Clip() | events.Synchronize():
+                is_reduced = True
+                if not has_new:
+                    return False
+            case events.ZeroGrad(by_model=True, set_to_none=False) | events.FailedBackward():
+                return False
+            case events.ZeroGrad() | events.Reload():
+                if has_new:
+                    return False
+                passes, is_reduced = 0, False
+            case events.Broadcast() | events.AddGroup() | events.Convert():
+                if has_new:
+                    return False
+    return True
