@@ -61,7 +61,7 @@ MORE_METHODS = (
 KINDS = {"usual": METHODS, "more": MORE_METHODS}
 PERIOD = 4  # of the methods above that have one; of others a block is two steps
 MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
-KINDS_OF_PLAN = ROOT / "mpisgd" / "plan" / "measured_kinds.py"
+KINDS_OF_PLAN = ROOT / "mpisgd" / "tools" / "plan" / "measured_kinds.py"
 LONGEST_KIND = 103  # on a line of its own
 TEXT = "gpt"  # in layouts of tensor and pipeline parallelism; see plan_layouts.py
 # Hosts and their ranks, and the rate of a host's link. None: one host, without a link.
