@@ -34,7 +34,12 @@ BACKTRACE = re.compile(
 
 def environment(size: int, transport: str | None = None) -> dict[str, str]:
     """The environment of a job: this Python's programs first, mpisgd of this clone, nothing of a network."""
-    paths = [str(SCRIPTS.parent), str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(SCRIPTS.parent),
+        str(SCRIPTS),
+        str(SCRIPTS / "testing"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     return {
         **job_environment(size),
         "OMPI_MCA_mpi_yield_when_idle": "1",  # simulated GPUs need the cores on which ranks wait

@@ -3,8 +3,8 @@
     mpirun -n 2 python scripts/tutorial/parameter_server.py
 
 Every rank has a part of the parameters in memory that the others read and write. `ssp` lets the fastest rank
-be three steps ahead of the slowest, `async` any number. scripts/rpc_parameter_server.py is a server over RPC,
-written out.
+be three steps ahead of the slowest, `async` any number. scripts/rpc/rpc_parameter_server.py is a server over
+RPC, written out.
 """
 
 from __future__ import annotations

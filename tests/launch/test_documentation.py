@@ -140,7 +140,9 @@ def run_commands(chosen: list[Block], folder: Path) -> None:
         # These scripts set the environment up, and then execute the programs.
         text = text.replace("./scripts/cluster", f"python {ROOT}/scripts/emulation/virtual_cluster.py")
         faults = f"python {ROOT}/scripts/fault_injection/fault_rounds.py"
-        text = text.replace("./scripts/faults", f"PYTHONPATH={ROOT}:{ROOT}/scripts {faults}")
+        text = text.replace(
+            "./scripts/faults", f"PYTHONPATH={ROOT}:{ROOT}/scripts:{ROOT}/scripts/testing {faults}"
+        )
         done = progress.run(["bash", "-euo", "pipefail", "-c", text], env=environment, cwd=folder)
         expected = int(block.markers.get("exit code", 0))
         assert done.returncode == expected, f"{block.where}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

@@ -19,7 +19,7 @@ def test_the_short_form_passes(suite, tmp_path):
         pytest.skip(f"{package} is not installed")
     report = tmp_path / "results.json"
     options = ("--suite", suite, "--quick", "--here", "--json", str(report))
-    done = run_python("scripts/test_suites.py", *options, fresh=True)
+    done = run_python("scripts/suites/test_suites.py", *options, fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (result,) = json.loads(report.read_text())
     assert sum(test["outcome"] == "passed" for test in result["tests"]) >= least

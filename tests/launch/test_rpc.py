@@ -185,7 +185,7 @@ def losses_of_the_server(epochs: int) -> list[float]:
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_the_parameter_server_trains_as_one_process_does(num_ranks):
     expected = losses_of_the_server(3)
-    done = run_python("-W", "error", str(SCRIPTS / "rpc_parameter_server.py"), num_ranks=num_ranks)
+    done = run_python("-W", "error", str(SCRIPTS / "rpc" / "rpc_parameter_server.py"), num_ranks=num_ranks)
     assert (done.returncode, done.stderr) == (0, "")
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert losses == pytest.approx(expected, abs=1e-6)
@@ -193,7 +193,7 @@ def test_the_parameter_server_trains_as_one_process_does(num_ranks):
 
 
 def test_the_split_rnn_learns():
-    done = run_python(str(SCRIPTS / "rpc_rnn.py"), num_ranks=2)
+    done = run_python(str(SCRIPTS / "rpc" / "rpc_rnn.py"), num_ranks=2)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert losses[0] > 4
@@ -202,7 +202,7 @@ def test_the_split_rnn_learns():
 
 @pytest.mark.parametrize("name", ["rpc_parameter_server", pytest.param("rpc_rnn", marks=pytest.mark.long)])
 def test_too_few_ranks_are_one_line(name):
-    done = run_python(str(SCRIPTS / f"{name}.py"), num_ranks=None)
+    done = run_python(str(SCRIPTS / "rpc" / f"{name}.py"), num_ranks=None)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "start" in done.stderr

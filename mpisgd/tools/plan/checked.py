@@ -1,6 +1,6 @@
 """How far a prediction of a kind was checked: beside measured steps, by simulated messages, or not at all.
 
-What was measured is in `measured_kinds`, which `scripts/validate_plan.py report` writes from the cases of
+What was measured is in `measured_kinds`, which `validate_plan.py report` writes from the cases of
 benchmarks/plan-validation.md. Of other kinds the collectives are checked, message by message, and what a
 step is made of by hand alone.
 """

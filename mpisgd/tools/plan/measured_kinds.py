@@ -1,4 +1,4 @@
-"""What was measured beside the plan; `scripts/validate_plan.py report` writes this file."""
+"""What was measured beside the plan; `validate_plan.py report` writes this file."""
 
 __all__ = ["MEASURED", "MOST_RANKS"]
 

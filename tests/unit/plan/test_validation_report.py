@@ -1,20 +1,10 @@
-"""The report of `scripts/validate_plan.py`: what it says of cases, and which portions it still measures."""
+"""The report of `validate_plan.py`: what it says of cases, and which portions it still measures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def validate_plan(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import validate_plan
-
-    return validate_plan
+import validate_plan
 
 
 def row(method, predicted_s, sent=(1e6, 1e6), *, counts_bytes=True):
@@ -33,12 +23,12 @@ def row(method, predicted_s, sent=(1e6, 1e6), *, counts_bytes=True):
     }
 
 
-def test_the_median_of_two_is_between_them(validate_plan):
+def test_the_median_of_two_is_between_them():
     found = validate_plan.errors([row("Synchronous", 1.02), row("Synchronous", 1.1)])
     assert [cells[:3] for cells in found if cells[0] == "Synchronous"] == [["Synchronous", "6.0%", "10.0%"]]
 
 
-def test_bytes_of_layouts_that_were_not_counted_are_left_out_and_said(validate_plan):
+def test_bytes_of_layouts_that_were_not_counted_are_left_out_and_said():
     """72 bytes of a layout were counted in the world's group, and 2 MiB predicted in its own ones."""
     rows = [
         row("Synchronous", 1.0, (1e6 + 100, 1e6)),
@@ -54,7 +44,7 @@ class Done:
     returncode = 0
 
 
-def test_portions_are_measured_in_turn_and_only_those_that_are_missing(validate_plan, monkeypatch, tmp_path):
+def test_portions_are_measured_in_turn_and_only_those_that_are_missing(monkeypatch, tmp_path):
     """A part is there when it has all its models: what was cut off is measured again."""
     asked = []
 

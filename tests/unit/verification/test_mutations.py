@@ -1,4 +1,4 @@
-"""The bugs that `scripts/verify_mutations.py` puts in can still be put in."""
+"""The bugs that `scripts/mutating/verify_mutations.py` puts in can still be put in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "mutating"))
 
 from verify_mutations import MUTATIONS, mutated  # noqa: E402
 

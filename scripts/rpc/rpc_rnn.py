@@ -1,6 +1,6 @@
 """A recurrent network on two ranks: distributed autograd and its optimizer.
 
-    mpirun -n 2 python scripts/rpc_rnn.py
+    mpirun -n 2 python scripts/rpc/rpc_rnn.py
 
                 rank 1                 rank 0               rank 1
     text  -->  embedding  --vectors-->  LSTM  --states-->  decoder  -->  the next character

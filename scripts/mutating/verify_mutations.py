@@ -1,7 +1,7 @@
 """Put bugs into a copy of the package, one at a time: `python -m mpisgd verify --quick` finds each.
 
-    python scripts/verify_mutations.py              # all, some minutes
-    python scripts/verify_mutations.py residual     # those whose name contains a text
+    python scripts/mutating/verify_mutations.py              # all, some minutes
+    python scripts/mutating/verify_mutations.py residual     # those whose name contains a text
 
 A check that cannot fail says nothing. A bug is found where numbers in the matrix differ; a job that crashes
 does not count. The exit code is 1 if a bug was not found.
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0
 
 

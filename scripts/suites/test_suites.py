@@ -30,9 +30,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
-SUITES = ROOT / "scripts" / "suites"
-sys.path.insert(0, str(SUITES))
+SUITES = Path(__file__).resolve().parent
+ROOT = SUITES.parents[1]
+sys.path[:0] = [str(SUITES), str(SUITES.with_name("testing"))]
 from jobs import CannotRun, Outcome, Runner  # noqa: E402
 from suite_environment import horovod_tests, job_settings, make_environment  # noqa: E402
 

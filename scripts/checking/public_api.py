@@ -1,7 +1,7 @@
 """All public names of the package with their signatures, as one text.
 
-    python scripts/public_api.py            # print it
-    python scripts/public_api.py --write    # renew tests/unit/public_api.txt
+    python scripts/checking/public_api.py            # print it
+    python scripts/checking/public_api.py --write    # renew tests/unit/public_api.txt
 
 A test compares the text with that file, so that a change of the public API is seen in the diff of the commit
 that makes it. Signatures are as the source has them: the same under every version of Python and torch.
@@ -36,7 +36,7 @@ PUBLIC_MODULES = (
     "mpisgd.pipeline",
     "mpisgd.rpc",
 )
-SNAPSHOT = Path(__file__).resolve().parents[1] / "tests" / "unit" / "public_api.txt"
+SNAPSHOT = Path(__file__).resolve().parents[2] / "tests" / "unit" / "public_api.txt"
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef

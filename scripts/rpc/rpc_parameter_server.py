@@ -1,6 +1,6 @@
 """A parameter server over RPC: rank 0 has the parameters, the other ranks compute gradients.
 
-    mpirun -n 3 python scripts/rpc_parameter_server.py
+    mpirun -n 3 python scripts/rpc/rpc_parameter_server.py
 
     worker 1    gradient of its digits  --push-->                                         --> new parameters
                                                    rank 0: sum, one step of the optimizer

