@@ -17,7 +17,8 @@ def test_the_public_api_is_that_of_the_snapshot():
     text = "\n".join(diff)
     assert not text, (
         f"the public API has changed:\n{text}\nIf that is meant: "
-        "python scripts/checking/public_api.py --write, and a line in CHANGELOG.md (docs/releasing.md says what may change when)"
+        "python scripts/checking/public_api.py --write, and a line in CHANGELOG.md "
+        "(docs/releasing.md says what may change when)"
     )
 
 
