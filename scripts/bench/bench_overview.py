@@ -9,6 +9,7 @@ all cores has no link. Horovod is left out where it cannot be imported.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -82,19 +83,24 @@ def trainings(
                     yield network, f"{library}, {threads} threads" if library == ALONE else library, result
 
 
-def row(section: str, variant: str, curves: Sequence[Any], per_epoch: int, target: float) -> dict[str, Any]:
-    """Medians over rounds: examples per second after the first epoch, and seconds to the accuracy."""
-    rates = [per_epoch * (len(c) - 1) / (c[-1][0] - c[0][0]) for c in curves]
-    times = [next((s for s, accuracy in c if accuracy >= target), None) for c in curves]
-    reached = [seconds for seconds in times if seconds is not None]
+def spread(values: Sequence[float | None]) -> dict[str, float | None]:
+    """None where a training has not reached the accuracy."""
+    reached = [value for value in values if value is not None]
+    if len(reached) < len(values):
+        return {"median": None, "min": min(reached, default=None), "max": None}
+    return {"median": statistics.median(reached), "min": min(reached), "max": max(reached)}
+
+
+def row(network: str, variant: str, curves: Sequence[Any], per_epoch: int, target: float) -> dict[str, Any]:
+    """Over rounds: examples per second after the first epoch, and seconds to the accuracy."""
     return {
-        "network": section,
+        "network": network,
         "variant": variant,
-        "examples_per_s": statistics.median(rates),
-        "min_examples_per_s": min(rates),
-        "max_examples_per_s": max(rates),
-        "seconds_to_target": statistics.median(reached) if len(reached) == len(times) else None,
-        "accuracy": statistics.median(c[-1][1] for c in curves),
+        "examples_per_s": spread([per_epoch * (len(c) - 1) / (c[-1][0] - c[0][0]) for c in curves]),
+        "seconds_to_target": spread(
+            [next((s for s, reached in c if reached >= target), None) for c in curves]
+        ),
+        "accuracy": spread([c[-1][1] for c in curves]),
     }
 
 
@@ -104,11 +110,8 @@ def rows_of(
     """The faster of one process's numbers of threads stands for it."""
     rows = [row(*key, curves, per_epoch, target) for key, curves in found.items()]
     processes = [one for one in rows if one["variant"].startswith(ALONE)]
-    best = max(processes, key=lambda one: one["examples_per_s"])
-    rows = [one for one in rows if one not in processes or one is best]
-    for one in rows:
-        one["ratio_to_one_process"] = one["examples_per_s"] / best["examples_per_s"]
-    return rows
+    best = max(processes, key=lambda one: one["examples_per_s"]["median"])
+    return [one for one in rows if one not in processes or one is best]
 
 
 def plot(path: Path, record: Mapping[str, Any]) -> None:
@@ -130,13 +133,15 @@ def plot(path: Path, record: Mapping[str, Any]) -> None:
         for place, network in enumerate(NETWORKS):
             for number, name in enumerate(names):
                 at = place + (number - (len(names) - 1) / 2) * 0.8 / len(names)
-                value = next(o[field] for o in rows if (o["network"], o["variant"]) == (network, name))
+                value = next(
+                    o[field]["median"] for o in rows if (o["network"], o["variant"]) == (network, name)
+                )
                 height = 0.8 / len(names)
                 ax.barh(at, value or 0.0, height, color=COLOURS[name], label=name if place == 0 else None)
                 text = "not reached" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
                 ax.text(value or 0.0, at, f" {text}", va="center", fontsize=8)
-        if alone[field] is not None:
-            ax.axvline(alone[field], color=COLOURS[ALONE], linestyle="--", label="one process, all cores")
+        if (value := alone[field]["median"]) is not None:
+            ax.axvline(value, color=COLOURS[ALONE], linestyle="--", label="one process, all cores")
         ax.set(yticks=range(len(NETWORKS)), xlabel=label)
         ax.set_yticklabels([name.replace(", ", "\n") for name in NETWORKS])
         ax.invert_yaxis()
@@ -182,6 +187,7 @@ def main(
         **provenance(),
         "title": f"Digits, batch {batch} in all, {NUM_RANKS} ranks",
         "target": target,
+        "peers": {} if left_out else {"Horovod": f"Horovod {importlib.metadata.version('horovod')}"},
         "peers_left_out": left_out,
         "rows": rows_of(found, per_epoch, target),
     }

@@ -78,10 +78,41 @@ def tables(record: dict[str, Any]) -> list[Table]:
         return [Table(kind, record["columns"], record["cells"])]
     if kind == "verify":
         return [plain(matrix_table(matrix_cells(record)))]
+    if kind == "overview":
+        return overview(record)
     if kind in OWN:
         section, field, heading = OWN[kind]
         return [plain(timed_table(kind, section, record["rows"], field, heading))]
     return [plain(table) for table in tables_of(kind, record["rows"])]
+
+
+def overview(record: dict[str, Any]) -> list[Table]:
+    """Medians with a column for each library, and their spread; one process has no network."""
+    rows = record["rows"]
+    what = {
+        "examples_per_s": "examples per second",
+        "seconds_to_target": f"seconds to {record['target']:.0%}",
+    }
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    alone = [row for row in rows if row["variant"].startswith("one process")]
+    cells, spread = [], []
+    for network in dict.fromkeys(row["network"] for row in rows):
+        there = [row for row in rows if row["network"] == network]
+        found = {row["variant"]: row for row in (*alone, *there)}
+        for field, quantity in what.items():
+            cells.append([network, quantity, *(_number(found[name][field]["median"]) for name in names)])
+            for row in there:
+                spread.append([network, row["variant"], quantity, *map(_number, row[field].values())])
+    return [
+        Table(record["title"], ["network", "what", *names], cells),
+        Table("spread", ["network", "variant", "what", "median", "min", "max"], spread),
+    ]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "not reached"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def matrix_cells(record: dict[str, Any]) -> list[Cell]:

@@ -82,3 +82,29 @@ def test_faults_have_the_table_that_was_printed(tmp_path):
     made = parse(out.read_text())
     assert made.title == "Faults"
     assert made.tables[0].rows == [["kill", "15"]]
+
+
+def test_the_overview_has_a_column_for_each_library_and_one_process_in_every_row():
+    def row(network, variant, rate, seconds):
+        return {
+            "network": network,
+            "variant": variant,
+            "examples_per_s": {"median": rate, "min": rate - 1, "max": rate + 1},
+            "seconds_to_target": {"median": seconds, "min": seconds, "max": seconds},
+        }
+
+    rows = [
+        row("one host", "one process, 2 threads", 4000.0, 2.5),
+        row("one host", "mpisgd", 5000.0, 2.25),
+        row("2 hosts", "mpisgd", 1000.0, None),
+    ]
+    record = {"kind": "overview", **TIMED, "title": "Digits", "target": 0.97, "rows": rows}
+    first, spread = measurement(record, "Overview").tables
+    assert list(first.columns) == ["network", "what", "one process, 2 threads", "mpisgd"]
+    assert first.rows == [
+        ["one host", "examples per second", "4,000", "5,000"],
+        ["one host", "seconds to 97%", "2.50", "2.25"],
+        ["2 hosts", "examples per second", "4,000", "1,000"],
+        ["2 hosts", "seconds to 97%", "2.50", "not reached"],
+    ]
+    assert ["2 hosts", "mpisgd", "examples per second", "1,000", "999", "1,001"] in spread.rows
