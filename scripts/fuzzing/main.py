@@ -18,6 +18,7 @@ from fuzzing.draw import draw
 from fuzzing.draw_losses import loses, with_losses
 from fuzzing.schedules import run_schedules
 from fuzzing.shrink import shrink
+from mpisgd.tools.verification.hosts import find_cluster
 from mpisgd.tools.verification.programs.both_backends import BothBackends
 from mpisgd.tools.verification.programs.compare import Verdict
 from mpisgd.tools.verification.programs.mpirun_backend import MpirunBackend
@@ -111,12 +112,12 @@ def _mark(word: str) -> str:
 
 
 @contextlib.contextmanager
-def _backend(name: str) -> Iterator[Backend]:
+def _backend(name: str, *, emulated: bool) -> Iterator[Backend]:
     """Open the backend of a name."""
     if name == "threads":
         yield ThreadsBackend()
         return
-    with MpirunBackend() as opened:
+    with MpirunBackend(cluster=find_cluster("") if emulated else ()) as opened:
         yield BothBackends(opened) if name == "both" else opened
 
 
@@ -148,6 +149,9 @@ def main(words: Sequence[str] | None = None) -> int:
         default="mpirun",
         help="what runs the ranks; both: the same bits are expected",
     )
+    parser.add_argument(
+        "--emulated", action="store_true", help="start the jobs of several hosts on emulated ones"
+    )
     parser.add_argument("--max-faults", type=int, default=20, help="after which nothing more is run")
     parser.add_argument("--shrink-runs", type=int, default=150, help="programs that shrinking one may take")
     parser.add_argument(
@@ -168,7 +172,7 @@ def main(words: Sequence[str] | None = None) -> int:
         programs = [parse(chosen.text)]
     if chosen.backend != "threads" and any(program.loses for program in programs):
         parser.error("ranks are lost where they are threads alone: --backend threads")
-    with _backend(chosen.backend) as backend:
+    with _backend(chosen.backend, emulated=chosen.emulated) as backend:
         report = fuzz(programs, backend, max_faults=chosen.max_faults, shrink_runs=chosen.shrink_runs)
     for reason, count in report.refused.most_common() if chosen.refusals else ():
         print(f"refused {count} times: {reason}")
