@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mpisgd.accelerator.capture import check_not_capturing
+from mpisgd.gradients.hook_order import coming_last, moved_to_end
 
 __all__ = ["BackwardHooks", "Notes", "backward_depth"]
 
@@ -89,6 +90,7 @@ class BackwardHooks:
         self._on_end = weakref.WeakMethod(on_end)
         self._on_loss = _weak_or_plain(on_loss)
         self._handles: dict[int, Any] = {}
+        self._unreported: list[int] = []  # ready, but hooks of the program came after ours in this backward
 
     @property
     def watcher(self) -> Any:
@@ -139,7 +141,7 @@ class BackwardHooks:
         self._handles.clear()
         self.watching.clear()
 
-    def ready(self, index: int) -> None:
+    def ready(self, index: int, param: Tensor) -> None:
         """Note that the gradient of parameter `index` has been accumulated, where that is not all."""
         notes, graph_task = self.notes, _current_task()
         if graph_task != notes.graph_task:
@@ -148,7 +150,10 @@ class BackwardHooks:
                 self.first_ready = index
                 self._begin()
         if notes.reports_each:
-            self._on_ready(index)
+            if moved_to_end(param, self._handles[index]):
+                self._unreported.append(index)
+            else:
+                self._on_ready(index)
 
     def _begin(self) -> None:
         check_not_capturing("backward over parameters of a DistributedOptimizer")
@@ -166,9 +171,13 @@ class BackwardHooks:
         if graph_task != self.outer_task:
             self.outer_task = graph_task
             self.notes.observed.clear()
+            self._unreported.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        for index in self._unreported:
+            self._on_ready(index)
+        self._unreported.clear()
         if (on_end := self._on_end()) is not None:
             on_end()
 
@@ -208,15 +217,15 @@ def _hook(notes: Notes, watch: "weakref.ref[BackwardHooks]", index: int) -> Call
     """Return a hook that does not keep the watch, and with it the optimizer, alive."""
     current_task, observed = _current_task, notes.observed
 
-    def hook(_: Tensor) -> None:
+    def hook(param: Tensor) -> None:
         if notes.reports_each or current_task() != notes.graph_task:
             alive = watch()
             if alive is None:
                 return
-            alive.ready(index)
+            alive.ready(index, param)
         observed[index] = None
 
-    return hook
+    return coming_last(hook)
 
 
 def _register(param: Tensor, hook: Callable[[Tensor], None]) -> Any:

@@ -30,6 +30,7 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import Bucket, plan_buckets
 from mpisgd.gradients.fusion_buffer import layout_of
+from mpisgd.gradients.hook_order import after_others
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.launcher import trace_contents
@@ -110,8 +111,7 @@ class GradientExchange:
         self.count_passes(passes)
         self._begin_anew()
         for index, param in enumerate(self._params):
-            hook = functools.partial(self._accumulated, index)
-            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            after_others(param, functools.partial(self._accumulated, index))
 
     def count_passes(self, passes: int) -> None:
         """Let every gradient be complete after so many backward passes from now on."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpisgd.gradients.backward_hooks import backward_depth
+from mpisgd.gradients.hook_order import coming_last, moved_to_end
 from mpisgd.sharding.layerwise.parameter_unit import Unit
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 
@@ -97,9 +98,16 @@ def _is_complete(unit: Unit) -> bool:
 
 def _when_accumulated(param: Tensor, backward: BackwardPass, unit: Unit, k: int) -> None:
     """Have `arrived` called for a parameter, also if it is frozen now."""
+
+    def hook(param: Tensor) -> None:
+        if moved_to_end(param, handle):
+            backward.begin()  # at its end the gradient is taken
+        else:
+            backward.arrived(unit, k)
+
     trainable = param.requires_grad
     param.requires_grad_(True)
-    param.register_post_accumulate_grad_hook(lambda _: backward.arrived(unit, k))  # type: ignore[no-untyped-call]
+    handle = param.register_post_accumulate_grad_hook(coming_last(hook))  # type: ignore[no-untyped-call]
     param.requires_grad_(trainable)
 
 
