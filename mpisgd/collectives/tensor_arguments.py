@@ -19,7 +19,7 @@ def check_tensor(name: str, tensor: Any, what: str = "tensor") -> Tensor:
             (type(tensor) is Tensor or _is_plain(tensor))
             and ((tensor.is_cpu and (tensor.data_ptr() or not tensor.numel())) or on_device(tensor))
             and tensor.layout is torch.strided
-            and not tensor.is_quantized
+            and not (tensor.is_quantized or tensor.is_nested)
         ):
             return tensor  # type: ignore[no-any-return]
     except RuntimeError:  # the address of a tensor without a storage, as inside torch.func
@@ -48,6 +48,8 @@ def _refusal(name: str, tensor: object, what: str) -> UnsupportedTensor:
         text = f"on {tensor.device}; tensors of the CPU and of CUDA devices can be sent"
     elif tensor.is_quantized:
         text = "quantized; send its int_repr()"
+    elif tensor.is_nested:
+        text = "nested; send the tensors of its unbind() as a list"
     else:
         text = (
             f"a {type(tensor).__name__} of {tensor.numel()} elements without memory of its own: it wraps "

@@ -30,6 +30,12 @@ def quantized() -> torch.Tensor:
         return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 # By name, so that a failure can say which one it was. Made anew for every call: a generator is used up.
 SAMPLES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
@@ -69,6 +75,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "meta tensor": lambda: torch.ones(4, device="meta"),
     "sparse tensor": lambda: torch.ones(4).to_sparse(),
     "quantized tensor": quantized,
+    "nested tensor": nested,
     "expanded tensor": lambda: torch.ones(1).expand(4),
     "int tensor": lambda: torch.ones(4, dtype=torch.int64),
     "module": lambda: torch.nn.Linear(2, 2),
@@ -139,7 +146,7 @@ def text(value: Any) -> bool:
 def dense(value: Any) -> bool:
     """A tensor of any shape that can be sent."""
     ours = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
-    return ours and not value.is_quantized
+    return ours and not value.is_quantized and not value.is_nested
 
 
 def writable(value: Any) -> bool:
