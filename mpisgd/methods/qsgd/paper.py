@@ -22,7 +22,7 @@ __all__ = ["QSGD", "rounded"]
 
 def rounded(v: Tensor, u: Tensor, L: int, norm: float) -> Tensor:
     """Return Q(v) of a segment."""
-    length = torch.linalg.vector_norm(v, norm)
+    length = torch.linalg.vector_norm(v, norm) if len(v) else 0
     return (L * v / length + u).floor() * length / L if length else v
 
 

@@ -38,5 +38,5 @@ class RandomK(Compressor):
             parts = torch.split(chosen, [piece.numel for piece in bucket])
             for piece, mask in zip(bucket, parts, strict=True):
                 if piece.name in v:
-                    sent[piece.name] = piece.of(v) * mask * (1.0 if self.feedback else n / k)
+                    sent[piece.name] = piece.of(v) * mask * (1.0 if self.feedback or not k else n / k)
         return Vec({name: tensor.view(v[name].shape) for name, tensor in sent.items()})

@@ -224,6 +224,12 @@ class PaperRun:
             self.x = {rank: Vec({**self.x[rank], **fresh[rank]}) for rank in self.ranks}
             begun = self.paper.start(fresh, self._world())
             self.state = carried_over(self.state, begun, {rank: rank for rank in self.ranks})
+        mine, now = self.x[self.ranks[0]], added[self.ranks[0]]
+        new = {
+            name: (mine[name].dtype, now[name].dtype) for name in mine if mine[name].dtype != now[name].dtype
+        }
+        if new:
+            self.x, self.state = _converted(self.x, new), _converted(self.state, new)
         return self._world(weight)
 
     def _end(self, w: World) -> None:
@@ -338,6 +344,20 @@ def carried_over(state: Any, fresh: Any, was: Mapping[int, int]) -> Any:
             mine = {i: _with_new(value[j], begun.get(i)) for i, j in was.items() if j in value}
             kept[each.name] = {**begun, **mine}
     return replace(state, **kept)
+
+
+def _converted(state: Any, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]) -> Any:
+    """Return a state in which what had a parameter's dtype has the one that the parameter has now."""
+    if is_dataclass(state) and not isinstance(state, type):
+        return replace(
+            state, **{each.name: _converted(getattr(state, each.name), dtypes) for each in fields(state)}
+        )
+    if isinstance(state, Vec):
+        pairs = {name: dtypes.get(name, (None, tensor.dtype)) for name, tensor in state.items()}
+        return Vec({n: t.to(pairs[n][1]) if t.dtype is pairs[n][0] else t for n, t in state.items()})
+    if isinstance(state, dict):
+        return {key: _converted(value, dtypes) for key, value in state.items()}
+    return state
 
 
 def _with_new(value: Any, fresh: Any) -> Any:

@@ -328,3 +328,24 @@ def test_one_rank_goes_on_alone_and_others_come_back(compression, has_begun):
     events = (*(step if has_begun else ()), Reload(ranks=1), *step, Reload(ranks=2), *step)
     verdict = ThreadsBackend().run(Program(2764, 2, 0, False, (Layer(),), (optimizer,), events))
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Seeds 32003370, 32004799. The papers of compressors failed on a parameter without elements.
+
+
+@pytest.mark.parametrize(
+    "compression", ["QSGD(bits=2, segment=5)", "RandomK(ratio=0.5, error_feedback=False)"]
+)
+def test_a_parameter_without_elements_is_compressed(compression):
+    optimizer = Optimizer("SGD", (("lr", 0.5),), (0,), (("compression", f"mpisgd.compress.{compression}"),))
+    check(Backward((2,)), Step(), layers=[Layer(shape=(0,))], optimizers=[optimizer], seed=32003370)
+
+
+# Seeds 32005681, 32003484. What a paper keeps for a parameter stayed in the dtype from before its conversion.
+
+
+@pytest.mark.parametrize("compression", ["Threshold(value=1.0)", "TopK(ratio=0.3)", "OneBit()"])
+def test_what_is_kept_for_a_parameter_is_converted_with_it(compression):
+    optimizer = Optimizer("SGD", (("lr", 0.5),), (0,), (("compression", f"mpisgd.compress.{compression}"),))
+    events = [Backward((4,)), Step(), Convert(0, "float32"), ZeroGrad(), Backward((5,)), Step()]
+    check(*events, layers=[Layer(shape=(5,))], optimizers=[optimizer], seed=32005681)
