@@ -1,7 +1,8 @@
 """`GradientStreams`: the streams in which one backward has computed gradients on a device.
 
 Autograd computes a gradient in the stream in which forward has used the parameter, and calls its hook there.
-A bucket has gradients of several parameters, and is packed in the stream of the last one, or by another thread:
+A bucket has gradients of several parameters, and is packed in the stream of the last one, or by the thread of
+another device:
 
     stream A   | gradient of a ........... |
     stream B   | gradient of b |            * pack [a b]
