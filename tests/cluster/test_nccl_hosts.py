@@ -1,4 +1,4 @@
-"""NCCL between hosts that have addresses of their own, on simulated GPUs; it is connected by mpisgd's own store."""
+"""NCCL between hosts that have addresses of their own, on simulated GPUs, connected by mpisgd's own store."""
 
 from __future__ import annotations
 
