@@ -157,7 +157,7 @@ class SimulatedWork:
 
     def is_finished(self) -> bool:
         """Return whether the kernel is over."""
-        return self._nccl.device.streams.query(self._end)
+        return self._nccl.device.streams.asked(self._end)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         return self._future
