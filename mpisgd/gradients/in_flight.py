@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from mpisgd.accelerator.gradient_streams import GradientStreams
 from mpisgd.core.work import Work
 from mpisgd.errors import MpisgdError
 from mpisgd.gradients.finite import LateMarks
@@ -30,6 +31,7 @@ class InFlightReduction:
         held: whether the rest must wait for the end of backward.
         addresses: of the gradients that travel from where they lie.
         loaded: the memory of the buckets that have been brought there, in their order.
+        streams: in which the gradients were computed.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class InFlightReduction:
         self.held = False
         self.addresses: set[int] = set()
         self.loaded: list[Tensor] = []
+        self.streams = GradientStreams()
         self._complete: set[int] = set()
         self._missing: list[int] = []
         self._place_of: dict[int, int] = {}

@@ -169,8 +169,10 @@ class GradientReducer(GradientSync):
                     "(reentrant checkpointing does that) when its first was already on its way; "
                     "pass overlap=False"
                 )
+            in_flight.streams.note(self.params[index])
             if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
                 with torch.no_grad(), owned_by(self.owner):
+                    in_flight.streams.join()
                     self._launch_complete(in_flight)
         finally:
             if lock is not None:
@@ -237,6 +239,7 @@ class GradientReducer(GradientSync):
             self._in_flight = InFlightReduction(plan, when, in_background=False)
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
         in_flight.note = note
+        in_flight.streams.join()  # torch does not know of those in which buckets were packed
         try:
             try:
                 self._launch_rest(in_flight)

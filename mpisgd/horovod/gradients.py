@@ -151,7 +151,9 @@ class GradientExchange:
         self._passes_left[index] = left
         if not left:
             in_flight = self._in_flight or self._begin_step()
+            in_flight.streams.note(self._params[index])
             if (place := in_flight.complete(index)) is not None:
+                in_flight.streams.join()
                 self._send(in_flight, [place])
             self._num_incomplete -= 1
             if not self._num_incomplete:

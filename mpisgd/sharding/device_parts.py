@@ -39,14 +39,20 @@ class PartsWork(DeviceWork):
     Args:
         works: the operations; None for one that is done.
         then: called once, on the stream of whoever waits first.
+        memory: that `then` uses.
         like: a tensor of the group's, on the device.
         group: of the operations.
     """
 
     def __init__(
-        self, works: Sequence[Work | None], then: Callable[[], None], like: Tensor, group: Group
+        self,
+        works: Sequence[Work | None],
+        then: Callable[[], None],
+        memory: Sequence[Tensor],
+        like: Tensor,
+        group: Group,
     ) -> None:
-        super().__init__(then, group=group, tensors=[], memory=[], device=like.device)
+        super().__init__(then, group=group, tensors=[], memory=memory, device=like.device)
         self._works = [work for work in works if work is not None]
 
     def follow(self, timeout_s: float | None = None) -> None:
@@ -106,7 +112,7 @@ class DeviceParts:
             for part, dst in zip(parts, self._group.ranks, strict=True)
             if part.numel()
         ]
-        return self._work(works, lambda: take(parts[self._group.rank]))
+        return self._work(works, lambda: take(parts[self._group.rank]), parts)
 
     def _scatter_slices(
         self, op: ReduceOp, operation: Operation, wire: torch.dtype, take: Callable[[Tensor], None]
@@ -116,7 +122,7 @@ class DeviceParts:
         mine = sent.new_empty(self._slice)
         call = Call(self._group, operation, [mine], [sent], op=op)
         work = run(REDUCE_SCATTER, call, self._is_async)
-        return self._work([work], lambda: take(mine[: self._sizes[self._group.rank]]))
+        return self._work([work], lambda: take(mine[: self._sizes[self._group.rank]]), [mine, sent])
 
     def all_gather(self, what: str) -> PartsWork:
         """Begin to bring to all ranks what each owns; it is there when somebody has waited.
@@ -125,7 +131,7 @@ class DeviceParts:
             what: it is; all ranks must agree on that.
         """
         if not self._slice:
-            return self._work([], lambda: None)
+            return self._work([], lambda: None, [])
         if self.is_even:
             return self._gather_slices(what)
         works, arriving = [], []
@@ -133,7 +139,7 @@ class DeviceParts:
             part = self._part(owner)
             works.append(broadcast(part, src, self._group, async_op=self._is_async) if part.numel() else None)
             arriving.append(part)
-        return self._work(works, lambda: self._deal_out(arriving))
+        return self._work(works, lambda: self._deal_out(arriving), arriving)
 
     def _gather_slices(self, what: str) -> PartsWork:
         whole = self._as_slices()
@@ -145,7 +151,7 @@ class DeviceParts:
         shape, dtype, device = tuple(mine.shape), dtype_name(mine.dtype), device_kind(mine)
         operation = Operation("all_gather", "", dtype, shape, extra=what, device=device)
         work = run(ALL_GATHER_INTO, Call(self._group, operation, [out], [mine]), self._is_async, out.nbytes)
-        return self._work([work], partial(self._deal_out, () if whole is not None else slices))
+        return self._work([work], partial(self._deal_out, () if whole is not None else slices), [out])
 
     def _deal_out(self, slices: Sequence[Tensor]) -> None:
         """Copy to the others' rooms what has come from them."""
@@ -159,8 +165,10 @@ class DeviceParts:
         """Whether the host goes on meanwhile; the same on all ranks."""
         return bool(self._group.queue.threads_allowed)
 
-    def _work(self, works: Sequence[Work | None], then: Callable[[], None]) -> PartsWork:
-        return PartsWork(works, then, self._like, self._group)
+    def _work(
+        self, works: Sequence[Work | None], then: Callable[[], None], memory: Sequence[Tensor]
+    ) -> PartsWork:
+        return PartsWork(works, then, memory, self._like, self._group)
 
     def _part(self, owner: int) -> Tensor:
         rooms = self._rooms[owner]

@@ -103,10 +103,15 @@ CHECKS = {
             reopening.abort_and_reopen,
         ),
         Check("messages", "late messages of several tags that cross", messages.crossing, min_size=2),
-        Check("contexts", "a rank uses its own GPU only", contexts.own_gpu_only, by=(NCCL,)),
+        Check("contexts", "a rank uses its own GPU only", contexts.own_gpu_only, min_size=2, by=(NCCL,)),
         Check("scaler", "Offload with GradScaler and an overflow on one rank", scaler.overflow_with_offload),
         Check("graph", "an operation in a CUDA graph", capture.operation_in_a_graph),
-        Check("compile", "a compiled model", capture.compiled_model, limit_s=180.0),
+        Check(
+            "compile",
+            "a compiled model, and an operation in a compiled function",
+            capture.compiled_model,
+            limit_s=180.0,
+        ),
         Check("profile", "a step of a model of 1 GiB", step_profile.large_model, limit_s=180.0),
         Check(
             "lost-rank",

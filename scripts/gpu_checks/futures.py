@@ -41,11 +41,9 @@ def by_backend(gpu: Gpu) -> Finding:
 
 def by_nccl_of_torch(gpu: Gpu) -> Finding:
     """By `torch.distributed` on its own NCCL: the control of the two above."""
-    if gpu.is_simulated:
-        raise LeftOut('torch\'s own backend "nccl" needs a GPU')
     if mpisgd.size() > gpu.count:
         raise LeftOut("NCCL refuses two ranks on one GPU")
-    with _process_group("nccl"):
+    with _process_group(gpu.nccl_backend()):
         return _used_elsewhere(gpu, _of_torch)
 
 

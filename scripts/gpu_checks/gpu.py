@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SLEEP_S", "Gpu", "end_simulation"]
+import mpisgd
+
+__all__ = ["SLEEP_S", "Gpu", "end_simulation", "everyones"]
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 SLEEP_S = 0.1  # of a stream: longer than a host takes for the calls that a check makes meanwhile
@@ -48,6 +50,14 @@ class Gpu:
 
         if not isinstance(runtime(), SimulatedGpu):
             set_runtime(SimulatedGpu())
+
+    def nccl_backend(self) -> str:
+        """What torch calls its own process groups on NCCL."""
+        if not self.is_simulated:
+            return "nccl"
+        from simulated_gpu.process_group import register
+
+        return register()
 
     @property
     def count(self) -> int:
@@ -113,6 +123,13 @@ class Gpu:
     def memory_in_use(self) -> int:
         """Bytes of tensors of this process."""
         return int(self.module.memory_allocated())
+
+
+def everyones(mine: bool) -> list[bool]:
+    """What all ranks have seen. Collective."""
+    seen = [mine] * mpisgd.size()
+    mpisgd.all_gather_object(seen, mine)
+    return seen
 
 
 def end_simulation(code: int) -> None:

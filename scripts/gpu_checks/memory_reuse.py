@@ -13,7 +13,7 @@ import torch
 import mpisgd
 import mpisgd.horovod as hvd
 from gpu_checks.finding import Finding, LeftOut
-from gpu_checks.gpu import Gpu
+from gpu_checks.gpu import Gpu, everyones
 
 __all__ = ["of_horovod", "of_packed_tensors"]
 
@@ -107,14 +107,7 @@ def _need_reuse(gpu: Gpu) -> None:
     gpu.synchronize()
     is_seen = bool((into == FOREIGN).all())
     del foreign
-    if not all(_everyones(is_seen)):
+    if not all(everyones(is_seen)):
         raise LeftOut(
             "the control saw no foreign values: this allocator does not hand freed memory out at once"
         )
-
-
-def _everyones(mine: bool) -> list[bool]:
-    """What all ranks have seen."""
-    seen = [mine] * mpisgd.size()
-    mpisgd.all_gather_object(seen, mine)
-    return seen

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.torch_backend import bf16_compress
+from mpisgd.torch_backend.work import BackendWork
 
 
 @pytest.fixture
@@ -94,6 +95,19 @@ def test_the_future_of_several_operations_of_the_backend_is_used_on_another_stre
         seen = torch.stack(tensors)
     other.synchronize()
     assert (seen == total()).all()
+
+
+def test_one_future_of_several_operations_is_used_on_another_stream():
+    """As of a group of operations of torch's that stand for one."""
+    side, other = gpu.Stream(), gpu.Stream()
+    tensors = [late_ones(side), late_ones(side)]
+    with gpu.stream(side):
+        works = [mpisgd.all_reduce(tensor, async_op=True) for tensor in tensors]
+        future = BackendWork(works, tensors).get_future()
+    with gpu.stream(other):
+        seen = torch.stack(future.wait()) * 3
+    other.synchronize()
+    assert (seen == 3 * total()).all()
 
 
 class Bucket:

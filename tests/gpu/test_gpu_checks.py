@@ -14,14 +14,17 @@ from gpu_checks import (
     cpu_and_gpu,
     futures,
     memory_reuse,
+    messages,
     reopening,
     scaler,
     step_profile,
     timeouts,
 )
-from gpu_checks.finding import FAILS, HOLDS, Finding
+from gpu_checks.catalog import CHECKS
+from gpu_checks.finding import FAILS, HOLDS, Finding, LeftOut
 from gpu_checks.gpu import Gpu
 from gpu_under_test import IS_SIMULATED
+from simulated_gpu.nccl import SimulatedWork
 from torch import Tensor
 from verdicts import everyone, referee
 
@@ -32,6 +35,7 @@ from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import world
 from mpisgd.methods.sharded import piecewise
 from mpisgd.transport.device import device_work
+from mpisgd.transport.device.channel import Channel
 from mpisgd.transport.device.nccl import Nccl, NcclWork
 from mpisgd.transport.device.stream_guard import StreamGuard
 
@@ -62,6 +66,7 @@ def verdict(check: Run, gpu: Gpu) -> tuple[str, str]:
 IN_PROCESS = {
     "future": futures.by_mpisgd,
     "future-backend": futures.by_backend,
+    "future-nccl": futures.by_nccl_of_torch,
     "hook": futures.by_hook,
     "ddp-hook": futures.by_ddp_hook,
     "packed-memory": memory_reuse.of_packed_tensors,
@@ -69,9 +74,11 @@ IN_PROCESS = {
     "cpu-and-gpu": cpu_and_gpu.embedding_below_gpu,
     "wait-again": timeouts.limit_of_a_wait,
     "reopen": reopening.abort_and_reopen,
+    "messages": messages.crossing,
     "contexts": contexts.own_gpu_only,
     "scaler": scaler.overflow_with_offload,
     "graph": capture.operation_in_a_graph,
+    "compile": capture.compiled_model,
     "profile": step_profile.large_model,
 }
 
@@ -98,6 +105,15 @@ class Mutation(NamedTuple):
 
 def _orders_no_stream(_: Any) -> Any:
     return lambda stream: torch.futures.Future()
+
+
+def _completes_at_once(_: Any) -> Any:
+    def get_future(self: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+    return get_future
 
 
 def _uses_the_limit_of_torch(follow: Any) -> Any:
@@ -129,6 +145,14 @@ def _waits_for_the_gpu(begin: Any) -> Any:
     return begins
 
 
+def _does_not_wait_for_the_fill(launch: Any) -> Any:
+    def launches(self: Any, transfer: Any) -> None:
+        transfer.ready = runtime().new_stream(self.device).record_event()
+        launch(self, transfer)
+
+    return launches
+
+
 def _launches_twice(launch: Any) -> Any:
     """As two threads that find a bucket complete at the same time."""
 
@@ -150,10 +174,21 @@ MUTATIONS = {
     "a future of the backend orders no streams": Mutation(
         "future-backend", device_work, "future_on", _orders_no_stream, "nccl"
     ),
+    "a future of torch's NCCL orders no streams": Mutation(
+        "future-nccl", SimulatedWork, "get_future", _completes_at_once, "nccl"
+    ),
     "DDP's hook reads a bucket in flight": Mutation(
         "hook", device_work, "future_on", _orders_no_stream, "nccl"
     ),
-    "DDP reads a bucket in flight": Mutation("ddp-hook", device_work, "future_on", _orders_no_stream, "nccl"),
+    "DDP reads a bucket in flight": Mutation(
+        "ddp-hook", device_work, "future_on", _orders_no_stream, "nccl", min_size=2
+    ),
+    "a message does not wait for what produces it": Mutation(
+        "messages", Channel, "_launch", _does_not_wait_for_the_fill, "nccl", min_size=2
+    ),
+    "gradients of a compiled model stay as they are": Mutation(
+        "compile", GradientReducer, "reduce", lambda _: lambda *arguments, **options: None, min_size=2
+    ),
     "a capture goes unnoticed": Mutation(
         "graph", Cuda, "is_capturing", lambda _: lambda self: False, "nccl", min_size=2
     ),
@@ -206,8 +241,18 @@ def no_group_of_torch_is_left() -> Any:
 
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_a_check_holds(gpu, name):
+    if mpisgd.size() < CHECKS[name].min_size:
+        pytest.skip("takes more ranks")
     found, text = verdict(IN_PROCESS[name], gpu)
     everyone(found == HOLDS, f"{found}: {text}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_contexts_are_not_looked_for_where_none_can_be_seen(gpu, monkeypatch):
+    """The control has left one on GPU 0."""
+    monkeypatch.setattr(Gpu, "has_context", lambda self, number: number == self.module.current_device())
+    with pytest.raises(LeftOut, match="the control"):
+        contexts.own_gpu_only(gpu)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -215,6 +260,8 @@ def test_a_check_fails_with_its_fault(gpu, name, monkeypatch):
     mutation = MUTATIONS[name]
     if mpisgd.size() < mutation.min_size or (mutation.by is not None and not is_by(mutation.by)):
         pytest.skip("shows on more ranks, or by another transport")
+    if mutation.owner is SimulatedWork and not IS_SIMULATED:
+        pytest.skip("torch's own cannot be changed")
     right = getattr(mutation.owner, mutation.name)
     monkeypatch.setattr(mutation.owner, mutation.name, mutation.wrong(right))
     found, text = verdict(IN_PROCESS[mutation.check], gpu)

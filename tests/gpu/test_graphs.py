@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from harness import mlp, pair, plain_step
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
+from mpisgd.transport.device.nccl_watch import POLL_S
+
+CYCLES_PER_S = 2_000_000_000
 
 
 def ones() -> Any:
@@ -60,3 +64,22 @@ def test_models_without_an_optimizer_of_ours_may_be_captured(device):
     gpu.synchronize()
     with gpu.graph(gpu.CUDAGraph()):
         model(torch.ones(1, 4, device=DEVICE, dtype=torch.float64)).sum().backward()
+
+
+@pytest.mark.parametrize("device", ["nccl"], indirect=True)
+def test_a_capture_goes_on_while_nccl_is_watched(device):
+    """What is in flight is asked for meanwhile, which would end the capture from an ordinary thread."""
+    side, tensor = gpu.Stream(), ones()
+    model, inputs = mlp().double().to(DEVICE), torch.ones(1, 4, device=DEVICE, dtype=torch.float64)
+    model(inputs)  # loads what must not be loaded in a capture
+    mpisgd.all_reduce(ones())
+    gpu.synchronize()
+    with gpu.stream(side):
+        gpu._sleep(CYCLES_PER_S)
+        work = mpisgd.all_reduce(tensor, async_op=True)
+    with gpu.graph(gpu.CUDAGraph()):
+        model(inputs)
+        time.sleep(3 * POLL_S)
+    everyone(not side.query(), "nothing was in flight")
+    work.wait()
+    everyone(tensor.tolist() == [mpisgd.size()] * 5)

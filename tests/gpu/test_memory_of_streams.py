@@ -16,8 +16,11 @@ from verdicts import everyone
 
 import mpisgd
 import mpisgd.horovod as hvd
+from mpisgd import ReduceOp
 from mpisgd.accelerator.runtime import runtime
+from mpisgd.core.consistency import Operation
 from mpisgd.job.lifecycle import world
+from mpisgd.sharding.device_parts import DeviceParts
 from mpisgd.transport.device import chunked_pipeline
 
 N = 1000
@@ -56,12 +59,13 @@ def test_packed_copies_are_kept_for_the_stream_that_unpacks_them(device):
     everyone(all((tensor == -1.0).all().item() for tensor in taken), "written to when it was another's")
 
 
-def test_a_tensor_is_kept_for_the_stream_that_waits_for_its_operation(device):
+@pytest.mark.parametrize("columns", [1, 2])  # whose second one is packed
+def test_a_tensor_is_kept_for_the_stream_that_waits_for_its_operation(device, columns):
     """The program lets go of it: what follows on the stream of the wait still reads it."""
     mine, other = gpu.Stream(), gpu.Stream()
     gpu.synchronize()
     with gpu.stream(mine):
-        tensor = torch.full((N,), mpisgd.rank() + 1.0, device=DEVICE)
+        tensor = torch.full((N, columns), mpisgd.rank() + 1.0, device=DEVICE)[:, -1]
         work = mpisgd.all_reduce(tensor, async_op=True)
     with gpu.stream(other):
         work.wait()
@@ -70,7 +74,29 @@ def test_a_tensor_is_kept_for_the_stream_that_waits_for_its_operation(device):
         if world().device.selection.name != "nccl":
             tensor.record_stream(gpu.current_stream())  # an operation of the host is over: a user's own duty
     del work, tensor
-    taken = reuse(mine)
+    taken = reuse(mine, numel=columns * N)
+    other.synchronize()
+    everyone((seen == total()).all().item(), f"{seen[:3]}")
+    everyone(all((tensor == -1.0).all().item() for tensor in taken), "written to when it was another's")
+
+
+@pytest.mark.parametrize("sizes", [(N, N), (2 * N, 10)], ids=["slices", "parts"])
+def test_parts_are_kept_for_the_stream_that_takes_them(device, sizes):
+    """Combined on one stream, and taken on another one."""
+    mine, other = gpu.Stream(), gpu.Stream()
+    sizes = [*sizes, *sizes][: mpisgd.size()]
+    seen = torch.zeros(sizes[mpisgd.rank()], device=DEVICE)
+    gpu.synchronize()
+    with gpu.stream(mine):
+        rooms = [[torch.full((n,), mpisgd.rank() + 1.0, device=DEVICE)] for n in sizes]
+        parts = DeviceParts(rooms, world())
+        operation = Operation("reduce_scatter")
+        work = parts.reduce_scatter(ReduceOp.SUM, operation, torch.float32, lambda mine: seen.copy_(mine))
+    with gpu.stream(other):
+        gpu._sleep(CYCLES)
+        work.wait()
+    del work
+    taken = [reuse(mine, numel=numel) for numel in {max(sizes), *sizes}]
     other.synchronize()
     everyone((seen == total()).all().item(), f"{seen[:3]}")
     del taken

@@ -205,6 +205,59 @@ def test_memory_that_is_freed_while_memory_is_freed_is_handed_out_once(simulated
         allocator.free(block)
 
 
+class CollectingLock:
+    """A lock. Who has it collects garbage when it makes its first object, its second, and so on in turn."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock, self._depth, self._turn = lock, 0, 0
+        self._lists: list[object] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            self._turn += 1
+            self._lists.append(
+                [[] for _ in range(100)]
+            )  # Python keeps as many, for which it collects nothing
+            gc.set_threshold(gc.get_count()[0] + self._turn % 8)
+            gc.enable()
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            gc.disable()
+            self._lists.clear()
+        self._lock.release()
+
+
+def test_no_memory_is_lost_or_handed_out_twice_whenever_garbage_is_collected(simulated, side, monkeypatch):
+    """And with it tensors that are in reference cycles."""
+    allocator, before = simulated.device.allocator, gc.get_threshold()
+    monkeypatch.setattr(simulated.device.streams, "lock", CollectingLock(simulated.device.streams.lock))
+    gc.disable()
+    try:
+        for number in range(400):
+            tensors = [torch.empty(333 + n % 3 * 512, device=DEVICE) for n in range(4)]
+            for tensor in tensors[number % 2 :]:
+                tensor.record_stream(side)
+            cycles: list[object] = [[tensors.pop()], [tensors.pop()]]
+            for cycle in cycles:
+                cycle.append(cycle)
+            del tensor, tensors
+            del cycle, cycles
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+    gc.collect()
+    gpu.synchronize()
+    free = [block for blocks in allocator._free.values() for block in blocks]
+    known = [*free, *(block for block, _ in allocator._waiting), *allocator._in_use.values()]
+    assert len({block.address for block in known}) == len(known)
+    assert sum(block.size for block in known) == sum(allocator.reserved.values())
+    assert sum(block.size for block in allocator._in_use.values()) == sum(allocator.allocated.values())
+
+
 def test_training_with_sparse_gradients_equals_the_cpu(simulated):
     torch.manual_seed(3)
     tables = [nn.Embedding(7, 4, sparse=True), nn.Embedding(7, 4, sparse=True).to(DEVICE)]

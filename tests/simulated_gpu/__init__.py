@@ -13,5 +13,6 @@ torch's own C++ (futures, autograd, `torch.Stream`, `torch.Event`) sees a device
     device.py      all of it, and `torch.simgpu`; `install()` is for the whole process and cannot be undone
     nccl.py        NCCL
     meeting.py     what carries its data where ranks are threads of one process
+    process_group.py   torch's process groups on NCCL
     runtime.py     the device as mpisgd sees it
 """

@@ -4,12 +4,15 @@ What is freed is handed out at once to the next allocation on the same stream, w
 may still use it, unless `record_stream` told of them. So a missing `record_stream` shows as wrong values.
 Fresh memory, and every byte that is handed out for the first time, holds GARBAGE. Memory is never given back
 to the system: a late kernel writes where it should not, but into memory of ours.
+
+Python may collect garbage wherever an object is made, and the thread that has the lock then frees tensors in
+the midst of what it does here. So what `free` changes is never read first and replaced later.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from simulated_gpu.stream import Event, Stream, Streams
@@ -23,9 +26,9 @@ ROUND = 512
 class Block:
     """Memory that belongs to one stream; `users` are others that were told of."""
 
-    def __init__(self, memory: ctypes.Array[ctypes.c_char], stream: Stream | None) -> None:
-        self.memory = memory
-        self.address = ctypes.addressof(memory)
+    def __init__(self, size: int, stream: Stream | None) -> None:
+        self.memory, self.size = _fresh(size), size
+        self.address = ctypes.addressof(self.memory)
         self.stream = stream
         self.users: set[Stream] = set()
 
@@ -40,8 +43,8 @@ class Allocator:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._free: dict[tuple[Stream | None, int], list[Block]] = defaultdict(list)
-        self._waiting: list[tuple[Block, list[Event]]] = []
+        self._free: dict[tuple[Stream | None, int], list[Block]] = {}
+        self._waiting: deque[tuple[Block, list[Event]]] = deque()
         self._in_use: dict[int, Block] = {}
         self.allocated: dict[int | None, int] = defaultdict(int)
         self.reserved: dict[int | None, int] = defaultdict(int)
@@ -49,34 +52,37 @@ class Allocator:
     def allocate(self, num_bytes: int, stream: Stream | None) -> Block:
         """Return memory for use on `stream`; None: pinned memory of the host."""
         size = -(-num_bytes // ROUND) * ROUND
+        device = None if stream is None else stream.device
         with self._streams.lock:
             self._take_back()
-            free = self._free[stream, size]
+            free = self._free.setdefault((stream, size), [])
             if not free:
-                self.reserved[stream and stream.device] += size
-            block = free.pop() if free else Block(_fresh(size), stream)
+                self.reserved[device] += size
+            block = free.pop() if free else Block(size, stream)
             self._in_use[block.address] = block
-            self.allocated[stream and stream.device] += len(block.memory)
+            self.allocated[device] += size
             return block
 
     def free(self, block: Block) -> None:
         """Take a block back: at once, or when the streams that were told of are done with it."""
+        device, size = None if block.stream is None else block.stream.device, block.size
         with self._streams.lock:
             del self._in_use[block.address]
-            self.allocated[block.stream and block.stream.device] -= len(block.memory)
+            self.allocated[device] -= size
             users, block.users = block.users, set()
-            self._waiting.append((block, [self._streams.record(user) for user in users]))
+            events = [self._streams.record(user) for user in users]
+            self._waiting.append((block, events))
             self._take_back()
 
     def _take_back(self) -> None:
-        """Free what nobody uses any more, each block once.
-
-        Python may collect garbage anywhere here, and this thread, which has the lock, frees tensors in it.
-        """
-        waiting, self._waiting = self._waiting, []
-        for block, events in waiting:
+        """Free what nobody uses any more, each block once."""
+        for _ in range(len(self._waiting)):
+            try:
+                block, events = self._waiting.popleft()
+            except IndexError:  # freed in the midst of this
+                return
             if all(map(self._streams.query, events)):
-                self._free[block.stream, len(block.memory)].append(block)
+                self._free.setdefault((block.stream, block.size), []).append(block)
             else:
                 self._waiting.append((block, events))
 
@@ -88,7 +94,7 @@ class Allocator:
             if address in self._in_use:
                 return self._in_use[address]
             for block in list(self._in_use.values()):
-                if block.address <= address < block.address + len(block.memory):
+                if block.address <= address < block.address + block.size:
                     return block
             return None
 

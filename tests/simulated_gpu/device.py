@@ -75,11 +75,13 @@ class Device:
         """Record what is launched into a graph: a side stream is the current one, and does nothing of it."""
         side = torch.Stream(torch.device(KIND, self.current()))
         with side:
-            self.streams.capturing = self.current_stream()
+            self.streams.capturing, self.streams.is_spoilt = self.current_stream(), False
             try:
                 yield
             finally:
                 self.streams.capturing = None
+        if self.streams.is_spoilt:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     # -- memory ---------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class SimulatedWork:
 
     def is_finished(self) -> bool:
         """Return whether the kernel is over."""
-        return self._nccl.device.streams.query(self._end)
+        return self._nccl.device.streams.asked(self._end)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         return self._future
@@ -210,7 +210,7 @@ class SimulatedNccl:
 
     def split(self) -> None:
         """ncclCommSplit: all ranks take part, and nothing is in flight, or NCCL may hang."""
-        assert all(self.device.streams.query(end) for _, end, _ in self._watched), (
+        assert all(self.device.streams.query(end) for _, end, _ in list(self._watched)), (
             "a communicator that is in use was split"
         )
         self.num_splits += 1
@@ -350,8 +350,10 @@ class SimulatedNccl:
         """The watchdog: looks for what has lasted too long since its launch."""
         while self.aborted is None:
             time.sleep(WATCHDOG_S)
-            self._watched = [each for each in self._watched if not self.device.streams.query(each[1])]
-            for launched, _, reference in self._watched:
+            for each in list(self._watched):  # to which another thread may add
+                if self.device.streams.query(each[1]):
+                    self._watched.remove(each)
+            for launched, _, reference in list(self._watched):
                 if time.monotonic() - launched > self._timeout_s:
                     error = dist.DistBackendError("Watchdog caught collective operation timeout")
                     if (work := reference()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ class SimulatedGpu(Cuda):
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.device.pinned(numel, dtype)
+
+    def allow_captures_elsewhere(self) -> None:
+        self.device.streams.relaxed.add(threading.get_ident())
 
     def has_nccl(self) -> bool:
         return self._nccl

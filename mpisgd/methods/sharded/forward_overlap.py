@@ -6,8 +6,11 @@
 A hook that torch calls before the forward of every module waits for the parameters of this module. A module
 may also use parameters of modules inside it without calling these (`torch.nn.MultiheadAttention` does), so it
 waits for theirs, too, unless they have been seen to be called.
+
+On a device it is the current stream that waits, so each stream in which a program computes waits for itself.
 """
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from mpisgd.accelerator.runtime import on_device, runtime
 from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.job.job_of_thread import job_place
@@ -54,7 +58,7 @@ class ForwardOverlap:
         self._place_of: dict[Tensor, int] = {}  # by identity: tensors hash so
         self._works: list[Work] = []
         self._waited_for: set[Tensor] = set()
-        self._num_waited = 0
+        self._num_waited: collections.Counter[Any] = collections.Counter()  # by stream
         self._called: weakref.WeakSet[Module] = weakref.WeakSet()
         self._names: dict[Tensor, str] = {}
         self._too_early: list[str] = []  # parameters with gradients, that nobody has waited for
@@ -97,7 +101,7 @@ class ForwardOverlap:
         self._works.clear()
         self._place_of.clear()
         self._waited_for.clear()
-        self._num_waited = 0
+        self._num_waited.clear()
 
     def check_used(self) -> None:
         """Raise if this rank has computed a gradient of a parameter without waiting for it.
@@ -117,9 +121,17 @@ class ForwardOverlap:
             self._too_early.append(self._names[param])
 
     def _wait_for(self, place: int) -> None:
-        while self._num_waited <= place:
-            self._works[self._num_waited].wait()
-            self._num_waited += 1
+        stream = self._current_stream()
+        while self._num_waited[stream] <= place:
+            self._works[self._num_waited[stream]].wait()
+            self._num_waited[stream] += 1
+
+    def _current_stream(self) -> Any:
+        """Return the stream that waits; None where that is the host."""
+        param = next(iter(self._names), None)
+        if param is None or not on_device(param):
+            return None
+        return runtime().current_stream(param.device)
 
     def _before_forward(self, module: Module) -> None:
         if module not in self._called:  # also before the first step: somebody may save what comes then

@@ -218,7 +218,7 @@ class ShardedSynchronizer(Piecewise):
         alike = [[i for i in part if self.training.named[i][1].dtype is dtype] for dtype in dtypes]
         group, what = self.training.group, f"{what} of updated {self._which}"
         works = [DeviceParts(rooms, group).all_gather(what) for rooms in self._rooms_of(alike)]
-        return PartsWork(works, lambda: None, self.training.named[part[0]][1], group)
+        return PartsWork(works, lambda: None, [], self.training.named[part[0]][1], group)
 
     @property
     def _which(self) -> str:

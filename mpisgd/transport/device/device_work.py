@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.futures import completed_on, future_on
+from mpisgd.accelerator.futures import completed_on, future_on, tensors_in
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.submission import inference_mode_of
 from mpisgd.core.work import Work
@@ -78,7 +78,7 @@ class DeviceWork(Work):
                     self._finish()
             self.finished = stream.record_event()
             # What belongs to another stream is not handed out there before this one is done with it.
-            for tensor in self._memory:
+            for tensor in (*self._memory, *tensors_in(self._result)):
                 tensor.record_stream(stream)
             self._finish, self._memory = None, ()
 

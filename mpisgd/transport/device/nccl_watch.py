@@ -80,6 +80,7 @@ class InFlight:
         self._launched: collections.deque[Launched] = collections.deque()
         self._first_since_s = 0.0  # when what is the first now began to be
         self._failed_s = 0.0  # when NCCL's error was seen
+        self._lock = threading.Lock()  # of who takes from what was launched
         self.error: MpisgdError | None = None
 
     def add(self, operation: Operation, works: Sequence[Any]) -> Launched:
@@ -89,11 +90,12 @@ class InFlight:
         return launched
 
     def first(self) -> Launched | None:
-        """Return what the GPU has to do first of all, None where it has nothing to do."""
-        while self._launched and self._launched[0].is_done():
-            self._launched.popleft()
-            self._first_since_s = scheduling.now_s()
-        return self._launched[0] if self._launched else None
+        """Return what the GPU has to do first of all, None where it has nothing to do. From any thread."""
+        with self._lock:
+            while self._launched and self._launched[0].is_done():
+                self._launched.popleft()
+                self._first_since_s = scheduling.now_s()
+            return self._launched[0] if self._launched else None
 
     def since_s(self, first: Launched) -> float:
         """Return since when that has been the first."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from gpu_checks import main
+from gpu_checks import benches, main, suite
 from gpu_checks.benches import BENCHES
 from gpu_checks.catalog import CHECKS, MPI, NCCL, Setting, planned, settings
 from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding, joined
@@ -41,7 +42,8 @@ def test_every_check_is_run_or_left_out_with_a_reason(num_gpus):
     assert {check.name for check, _, _ in found} == set(CHECKS)
     for check, setting, reason in found:
         assert bool(reason) == (setting.size > num_gpus and setting.transport == NCCL), (check.name, reason)
-    assert {check.name for check, _, reason in found if reason} == ({"lost-rank"} if num_gpus == 1 else set())
+    left_out = {"contexts", "lost-rank"} if num_gpus == 1 else set()
+    assert {check.name for check, _, reason in found if reason} == left_out
 
 
 def test_names_of_checks_are_those_of_the_command():
@@ -91,6 +93,49 @@ def test_a_report_names_no_folder_of_the_user():
 def test_the_end_of_a_job_is_told(tmp_path, program, problem):
     log = tmp_path / "log.txt"
     assert launch([sys.executable, "-c", program], HERE, log, 1.0 if "sleep" in program else 30.0) == problem
+
+
+CASE = '<testsuites><testsuite><testcase classname="tests.gpu.test_x" name="test_y">{}</testcase>'
+OUTCOMES = {"passed": "", "failed": '<failure message="no"/>', "skipped": "<skipped/>"}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "problem", "verdict", "seen"),
+    [
+        (("passed", "passed"), "", HOLDS, "1 passed, 0 failed, 0 skipped"),
+        (("passed", "failed"), "exit code 1", FAILS, "0 passed, 1 failed, 0 skipped: test_x::test_y"),
+        (
+            ("passed", "passed"),
+            "ended by SIGABRT",
+            FAILS,
+            "1 passed, 0 failed, 0 skipped; then ended by SIGABRT",
+        ),
+        (("passed",), "exit code 1", FAILS, "exit code 1; 1 of 2 ranks left no report"),
+    ],
+)
+def test_tests_hold_where_they_pass_on_all_ranks(tmp_path, monkeypatch, outcomes, problem, verdict, seen):
+    folder = tmp_path / "tests"
+
+    def ended(command: object, env: object, log: Path, limit_s: float) -> str:
+        for rank, outcome in enumerate(outcomes):
+            text = CASE.format(OUTCOMES[outcome]) + "</testsuite></testsuites>"
+            (folder / f"rank-{rank}.xml").write_text(text)
+        return problem
+
+    monkeypatch.setattr(suite, "launch", ended)
+    finding, _ = suite.run_suite(Setting(2, NCCL), folder, 10.0)
+    assert (finding.verdict, finding.seen) == (verdict, seen)
+
+
+@pytest.mark.parametrize("problem", ["", "exit code 1"])
+def test_a_bench_without_a_record_fails(tmp_path, monkeypatch, problem):
+    monkeypatch.setattr(benches, "launch", lambda *arguments: problem)
+    for bench in BENCHES.values():
+        folder = tmp_path / bench.options[0]
+        finding, _, record = benches.run_bench(
+            bench, Setting(1, NCCL), folder, 10.0, simulated=True, quick=True
+        )
+        assert (finding.verdict, finding.seen, record) == (FAILS, problem or "no record", None)
 
 
 def test_the_end_of_a_log_leaves_out_what_the_launcher_always_says(tmp_path):

@@ -87,6 +87,7 @@ class OneStream(Cuda):
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     set_runtime(OneStream())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
     yield Ranks(monkeypatch)
     set_runtime(None)
 
