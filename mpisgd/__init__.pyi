@@ -47,6 +47,7 @@ from mpisgd.errors import CheckpointError as CheckpointError
 from mpisgd.errors import CheckpointMismatch as CheckpointMismatch
 from mpisgd.errors import CollectiveMismatch as CollectiveMismatch
 from mpisgd.errors import CollectiveTimeout as CollectiveTimeout
+from mpisgd.errors import DataExhausted as DataExhausted
 from mpisgd.errors import Deadlock as Deadlock
 from mpisgd.errors import InvalidArgument as InvalidArgument
 from mpisgd.errors import InvalidRank as InvalidRank
@@ -107,6 +108,8 @@ from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimi
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from mpisgd.optim.in_sync import check_in_sync as check_in_sync
+from mpisgd.optim.join import Join as Join
+from mpisgd.optim.join import join as join
 from mpisgd.optim.memory_estimate import estimate_memory as estimate_memory
 from mpisgd.rma.window import Window as Window
 from mpisgd.sharding.layerwise.offload_parameters import offload_parameters as offload_parameters

@@ -20,6 +20,7 @@
      |    +-- Deadlock                          ... or wait for each other for ever
      +-- CollectiveTimeout    TimeoutError     waited longer than the timeout; RuntimeError too
      +-- OutOfSync            RuntimeError     the ranks hold different parameters; raised on every rank
+     +-- DataExhausted        RuntimeError     a rank has no more data, and that was to be an error
      +-- NonFiniteGradients   ArithmeticError  a gradient is infinite or NaN; raised on every rank
      +-- PipelineFailed       RuntimeError     another rank of a pipeline has raised
      +-- CheckpointError      RuntimeError     not written, or not found; raised on every rank
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointMismatch",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "DataExhausted",
     "Deadlock",
     "InvalidArgument",
     "InvalidRank",
@@ -320,6 +322,18 @@ class OffloadError(MpisgdError, OSError):
     Causes: a disk that is full, or that fails.
 
     What to do: free space or name another folder; then start from the last checkpoint, which is intact.
+    """
+
+    on_every_rank = True
+
+
+class DataExhausted(MpisgdError, RuntimeError):
+    """A rank has no more data inside `join(throw_on_early_termination=True)`; raised on every rank.
+
+    Causes: the ranks have unequal numbers of batches.
+
+    What to do: nothing, where the epoch is to end with the first rank that has no more data: catch it. Else
+    leave the argument out, and the others go on.
     """
 
     on_every_rank = True

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import StagedOutput
@@ -21,8 +22,10 @@ from mpisgd.collectives.dispatch import (
 )
 from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output
+from mpisgd.collectives.uneven import beside_ranks_without_data, group_like, neutral
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.uneven_data import Told, performs
 from mpisgd.core.work import Work
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op
 from mpisgd.errors import InvalidArgument
@@ -89,10 +92,10 @@ def all_reduce(
     group = group_or_world(group)
     check_output("all_reduce", tensor)
     known = _known_call(group, tensor, op, algorithm)
-    call = Call(group, known.operation, [tensor], op=known.op)
-    if known.operation.device and goes_in_chunks(tensor):
-        return run(known.row._replace(steps=None), call, async_op)
-    return run(known.row, call, async_op, transport=known.transport)
+    if group.queue.uneven is None:
+        return _start(group, tensor, known, async_op)
+    with beside_ranks_without_data(group, "all_reduce", tensor, known.op, algorithm):
+        return _start(group, tensor, known, async_op)
 
 
 class _KnownCall(NamedTuple):
@@ -102,6 +105,29 @@ class _KnownCall(NamedTuple):
     op: ReduceOp
     row: Collective
     transport: HostTransport | None
+
+
+@performs("all_reduce")
+def _beside_others(
+    told: Told,
+    detail: None,
+    ranks: tuple[int, ...],
+    ordinal: int,
+    op: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    algorithm: str,
+) -> None:
+    """Call it on a rank without data."""
+    tensor = neutral(ReduceOp[op], dtype, shape)
+    all_reduce(tensor, ReduceOp[op], group_like(ranks, ordinal), algorithm=algorithm)
+
+
+def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool) -> Work | None:
+    call = Call(group, known.operation, [tensor], op=known.op)
+    if known.operation.device and goes_in_chunks(tensor):
+        return run(known.row._replace(steps=None), call, async_op)
+    return run(known.row, call, async_op, transport=known.transport)
 
 
 def _known_call(group: Group, tensor: Tensor, op: ReduceOp | str, algorithm: str) -> _KnownCall:

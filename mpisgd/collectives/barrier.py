@@ -1,12 +1,16 @@
 """`barrier`."""
 
 from mpisgd.arguments import check_timeout
+from mpisgd.collectives.uneven import beside_ranks_without_data, group_like
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.uneven_data import Told, performs
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
 
 __all__ = ["barrier"]
+
+NAME = "barrier"
 
 
 def barrier(
@@ -23,7 +27,15 @@ def barrier(
         CollectiveTimeout: names the ranks that did not come; the group cannot be used again.
         InvalidArgument: `timeout_s` is not positive, or infinite.
     """
-    queue = group_or_world(group).queue
+    group = group_or_world(group)
+    queue = group.queue
     if timeout_s is not None:
-        check_timeout("barrier", "timeout_s", timeout_s)
-    return queue.run(Operation("barrier"), lambda: None, async_op=async_op, timeout_s=timeout_s)
+        check_timeout(NAME, "timeout_s", timeout_s)
+    with beside_ranks_without_data(group, NAME):
+        return queue.run(Operation(NAME), lambda: None, async_op=async_op, timeout_s=timeout_s)
+
+
+@performs(NAME)
+def _beside_others(told: Told, detail: None, ranks: tuple[int, ...], ordinal: int) -> None:
+    """Call it on a rank without data."""
+    barrier(group_like(ranks, ordinal))

@@ -31,6 +31,7 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
         UnsupportedTensor, InvalidRank, InvalidArgument: before anything is sent.
     """
     group = group_or_world(group)
+    _check_everyone_has_data("isend", group)
     check_tensor("isend", tensor)
     if on_device(tensor):
         check_not_capturing("isend")
@@ -60,6 +61,7 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
             NCCL nothing is sent then, and the sender's `wait()` raises it, too.
     """
     group = group_or_world(group)
+    _check_everyone_has_data("irecv", group)
     check_output("irecv", tensor)
     if on_device(tensor):
         check_not_capturing("irecv")
@@ -85,6 +87,12 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     work = messages.receive("recv", output.flat, root, tag, [tensor], arrived, ready=ready)
     work.stream = None if guard is None else guard.stream
     return work
+
+
+def _check_everyone_has_data(name: str, group: Group) -> None:
+    """Raise inside `join()`: a rank without data sends nothing, and receives nothing."""
+    if (uneven := group.queue.uneven) is not None:
+        uneven.intercept(name)
 
 
 def _guard(tensor: Tensor, group: Group) -> StreamGuard | None:

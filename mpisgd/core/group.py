@@ -99,6 +99,11 @@ class Group:
         return self
 
     @property
+    def is_usable(self) -> bool:
+        """Whether this rank is a member, and the group was neither closed nor given up."""
+        return self._usable is not None
+
+    @property
     def queue(self) -> OperationQueue:
         """The order of this group's collectives."""
         return self.resources.queue

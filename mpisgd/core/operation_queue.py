@@ -63,6 +63,8 @@ class OperationQueue:
         running: the operation that runs now, None in between.
         on_mismatch: called on every rank when they have found out that they disagree.
         callbacks: those that run on futures of its operations.
+        uneven: what some ranks may run out of data in, a `mpisgd.core.uneven_data.UnevenData`, where there is
+            one.
         runs_inline: whether an asynchronous operation runs in its caller's thread when all ranks come to it
             at about the same time. That is right where no core is idle, so that a thread wins nothing. It
             waits for nothing but the other ranks' call of the same operation, and not for long, so a program
@@ -91,6 +93,7 @@ class OperationQueue:
         self.threads_allowed = threads_allowed
         self.on_mismatch: Callable[[], None] = lambda: None
         self.runs_inline = False
+        self.uneven: Any = None
         self._on_failure = on_failure
         self._queue: collections.deque[tuple[Submission, QueuedWork]] = collections.deque()
         self._lock = threading.Lock()
@@ -132,6 +135,8 @@ class OperationQueue:
         """
         if async_op is not True and async_op is not False:
             async_op = check_flag(operation.kind, "async_op", async_op)
+        if self.uneven is not None:
+            self.uneven.intercept(operation.kind)
         if (owner := current_owner()) is not None:
             operation = operation._replace(owner=owner)
         submission = Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
@@ -172,6 +177,8 @@ class OperationQueue:
 
     def note(self, operation: Operation) -> None:
         """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""
+        if self.uneven is not None:
+            self.uneven.intercept(operation.kind)
         if self.broken is not None:
             raise afresh(self.broken)
         if (owner := current_owner()) is not None:

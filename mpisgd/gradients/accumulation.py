@@ -21,6 +21,8 @@ from mpisgd.core.owner import Owner
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.gradients.backward_hooks import BackwardHooks
+from mpisgd.gradients.uneven_window import LOSS, UnevenWindow
+from mpisgd.gradients.weight import Count
 from mpisgd.gradients.windows import windows_of
 
 __all__ = ["AccumulationWindow", "GradientSync"]
@@ -32,10 +34,12 @@ class GradientSync:
     Attributes:
         params: the parameters whose gradients it combines; backward passes over others count for nothing.
         combines: whether it combines any.
+        is_weighted: whether those of each rank count as much as it has examples; see `set_weighted`.
     """
 
     params: Sequence[Tensor] = ()
     combines = False
+    is_weighted = False
 
     @property
     def combined_by(self) -> str:
@@ -57,6 +61,12 @@ class GradientSync:
 
     def leave_out(self, indices: Collection[int]) -> None:
         """Leave the gradients of these to somebody else."""
+
+    def set_weighted(self, weighted: bool) -> None:
+        """Weight a mean of gradients from now on, or no more. Alike on all ranks; nothing is on its way."""
+
+    def weigh(self, counts: Sequence[Count]) -> None:
+        """Note what all ranks have computed the gradients of that are reduced next."""
 
     def note_pass(self, first_ready: int) -> None:
         """Note that a backward begins, whose first gradient is that of this parameter."""
@@ -120,6 +130,8 @@ class AccumulationWindow:
         owner: as given.
         steps: how many there have been.
         num_reductions: how many there have been.
+        uneven: what it does where ranks may run out of data; None elsewhere.
+        passes_of_step: backward passes since the last step or reset.
     """
 
     def __init__(
@@ -133,7 +145,8 @@ class AccumulationWindow:
     ) -> None:
         self.gradients = gradients
         self.owner = owner
-        self.steps = self.num_reductions = 0
+        self.steps = self.num_reductions = self.passes_of_step = 0
+        self.uneven: UnevenWindow | None = None
         self._group = group
         self._passes_per_step = passes_per_step
         self._reductions_before = 0  # the last step or zero_grad
@@ -242,7 +255,8 @@ class AccumulationWindow:
                 self.gradients.abandon()
             self.gradients.hold()
             return
-        reduces = not self._muted and self._passes + 1 >= self._passes_per_step
+        # Inside `join()` a rank without data takes part from the end of the pass on.
+        reduces = not self._muted and self._passes + 1 >= self._passes_per_step and self.uneven is None
         if reduces and not self.gradients.why_not_again():
             self._hooks.notes.reports_each = self.gradients.begin(self.when)
         else:
@@ -257,8 +271,16 @@ class AccumulationWindow:
         """Which reduction of the program the next one is."""
         return f"step {self.steps}, reduction {self.num_reductions - self._reductions_before}"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing was reduced since the last step or reset."""
+        return self.num_reductions == self._reductions_before
+
     def _backward_ended(self) -> None:
         self._in_pass = False
+        self.passes_of_step += 1
+        if self.uneven is not None:
+            self.uneven.note_pass()
         if self._is_one_of_several:
             self._windows.end_backward(self.latest_backward, self._group)
         elif not self._muted:
@@ -273,12 +295,21 @@ class AccumulationWindow:
 
     def reduce(self, *, in_step: bool = False) -> None:
         """Reduce what there is. Collective."""
+        if self.uneven is not None:
+            self.uneven.clear(self.gradients.params)
         if why := self.gradients.why_not_again():
             raise InvalidArgument(
                 f"DistributedOptimizer: gradients {why} already would be reduced once more; call "
                 "optimizer.zero_grad() before, accumulate inside no_sync(), or set backward_passes_per_step"
             )
-        self.gradients.reduce(self.when, list(self._hooks.notes.observed), in_step=in_step)
+        observed = list(self._hooks.notes.observed)
+        if self.uneven is None or not self.gradients.combines:
+            self.gradients.reduce(self.when, observed, in_step=in_step)
+        else:
+            with self.uneven.reducing(is_first=self.is_first) as counts:
+                if self.gradients.is_weighted:
+                    self.gradients.weigh(counts)
+                self.gradients.reduce(self.when, observed, in_step=in_step)
         self.num_reductions += 1
         self._left_some = self._has_gradients
         self._passes = 0
@@ -316,6 +347,15 @@ class AccumulationWindow:
         return self._left_some and not self._has_gradients
 
     @property
+    def why_not_uneven(self) -> str:
+        """Why its ranks may not run out of data from now on, "" if they may."""
+        if self._others:
+            return f"{self.owner} has parameters in common with an optimizer that was made later"
+        if self._pending or self._was_muted or self._muted:
+            return f"{self.owner} has gradients that were accumulated before; enter join() before backward()"
+        return ""
+
+    @property
     def _has_gradients(self) -> bool:
         params = self.gradients.params
         return any(params[index].grad is not None for index in self._hooks.watching)
@@ -341,15 +381,23 @@ class AccumulationWindow:
 
     def flush_before_step(self) -> None:
         """Do what `step()` needs: everything reduced, unless the program said otherwise."""
-        if self._skipping or self._muted:
-            return
-        self.flush(in_step=True)
-        for window in (*self._others.values(), self):
-            window.gradients.check_unchanged(window.when)
+        if not self._is_passed_over:
+            self.flush(in_step=True)
+
+    def check_before_step(self) -> None:
+        """Make sure that no rank has changed what others got in their step only. Collective if it can be."""
+        if not self._is_passed_over:
+            for window in (*self._others.values(), self):
+                window.gradients.check_unchanged(window.when)
+
+    @property
+    def _is_passed_over(self) -> bool:
+        """Whether `step()` takes the gradients as they are."""
+        return self._skipping > 0 or self._muted > 0
 
     def flush_before_use(self) -> None:
         """Do the same before somebody looks at the gradients."""
-        if not self._skipping and not self._muted:
+        if not self._is_passed_over:
             self.flush()
 
     def restart(self) -> None:
@@ -360,6 +408,9 @@ class AccumulationWindow:
     def _begin_window(self) -> None:
         self.gradients.abandon()
         self._reductions_before, self._passes = self.num_reductions, 0
+        self.passes_of_step = 0
+        if self.uneven is not None:
+            self.uneven.restart()
         self._others_before = {other: other.num_reductions for other in self._others.values()}
         self._pending = self._in_pass = self._was_muted = False
 
@@ -374,14 +425,34 @@ class AccumulationWindow:
         def everyones() -> Any:
             loss = closure()
             self.flush_before_step()
-            if loss is None or self._skipping or self._muted:
+            if self.uneven is None:
+                self.check_before_step()
+            if loss is None or self._is_passed_over:
                 return loss
             # A Python float has 64 bits, and a line search uses them.
             known = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-            total = self.gradients.combine_loss(known)
+            total = self.combine_loss(known)
             return total if isinstance(loss, Tensor) else total.item()
 
-        return everyones
+        def together() -> Any:
+            """Do the same where ranks may run out of data: one without follows what a closure does."""
+            if self.uneven is None:
+                return everyones()
+            data, combines = self.uneven.data, self.gradients.combines
+            if not data.has_data:
+                return data.follow(until=LOSS) if combines else torch.zeros(())
+            with data.outside():
+                return everyones()
+
+        return together
+
+    def combine_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss of all ranks together. Collective."""
+        if self.uneven is None or not self.gradients.combines:
+            return self.gradients.combine_loss(loss)
+        with self.uneven.sharing(loss, weighted=self.gradients.is_weighted) as mine:
+            self.check_before_step()
+            return self.gradients.combine_loss(mine)
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
+from mpisgd.gradients.weight import Weight
 from mpisgd.transport.device.device_work import DeviceWork
 
 __all__ = ["BucketLauncher", "trace_contents"]
@@ -46,9 +47,13 @@ class BucketLauncher:
         named: all parameters, with names.
         group: the ranks.
         options: how to reduce.
+
+    Attributes:
+        weight: what this rank's gradients count; None: as much as those of the others.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, options: ReductionOptions) -> None:
+        self.weight: Weight | None = None
         self._named = named
         self._group = group
         self._options = options
@@ -155,8 +160,10 @@ class BucketLauncher:
 
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
-        if (factor := self._options.divisor) != 1.0:
-            for flat in in_flight.unreduced():
+        for flat in in_flight.unreduced():
+            if self.weight is not None:
+                self.weight.undo(flat)
+            if (factor := self._options.divisor) != 1.0:
                 flat.mul_(factor)
 
     def forget_sent(self, in_flight: InFlightReduction) -> None:
@@ -185,6 +192,8 @@ class BucketLauncher:
             kinds = mark_nonfinite(kinds, grads, flat)
         if (factor := self._options.divisor) != 1.0:
             flat.div_(factor)  # before the others may look at it
+        if self.weight is not None:
+            self.weight.before(flat)
         in_flight.loaded.append(flat)
         return flat, kinds, marks
 
@@ -251,6 +260,8 @@ class BucketLauncher:
         self.undo_predivision(flat)
 
     def undo_predivision(self, flat: Tensor) -> None:
-        """Turn a sum of what was divided before into the mean."""
+        """Turn a sum of what was divided or weighted before into the mean."""
         if (factor := self._options.divisor) != 1.0:  # by division, as for what travels apart
             flat.div_(self._group.size / factor)
+        if self.weight is not None:
+            self.weight.after(flat)

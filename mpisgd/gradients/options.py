@@ -24,6 +24,7 @@ class ReductionOptions(NamedTuple):
         overlap: whether buckets are sent during backward; None: where that can win, between hosts and where
             the GPU sends by itself.
         error_if_nonfinite: whether to look for infinities and NaNs in what this rank contributes.
+        weighted: whether what ranks send is weighted before the sum, and divided after it (AVG only).
     """
 
     op: ReduceOp
@@ -32,17 +33,18 @@ class ReductionOptions(NamedTuple):
     bucket_cap_bytes: int
     overlap: bool | None
     error_if_nonfinite: bool = False
+    weighted: bool = False
 
     @property
     def divisor(self) -> float:
         """What gradients are divided by before the sum; after it they are by size / divisor (AVG only)."""
-        is_one = self.predivide_factor == 1.0 or not self.compression.traits.is_homogeneous
+        is_one = self.predivide_factor == 1.0 or not self.compression.traits.is_homogeneous or self.weighted
         return 1.0 if is_one else self.predivide_factor
 
     @property
     def element_op(self) -> ReduceOp:
-        """What is done element by element: gradients that were divided before are summed."""
-        return self.op if self.divisor == 1.0 else ReduceOp.SUM
+        """What is done element by element: gradients that were divided or weighted before are summed."""
+        return self.op if self.divisor == 1.0 and not self.weighted else ReduceOp.SUM
 
 
 def check_options(options: ReductionOptions) -> None:

@@ -47,6 +47,7 @@ from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered, make_slot
 from mpisgd.gradients.reduced import ReducedGradients
 from mpisgd.gradients.sparse import reduce_sparse
+from mpisgd.gradients.weight import Count, weight_of
 from mpisgd.gradients.windows import windows_of
 from mpisgd.transport.device.selection import NCCL
 
@@ -80,6 +81,7 @@ class GradientReducer(GradientSync):
         self._left_out: frozenset[int] = frozenset()
         self._in_flight = InFlightReduction()
         self._planned_order: tuple[int, ...] = ()  # `compression_state.order` when the plan was made
+        self.is_weighted = False
         self.cover(named)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -93,6 +95,22 @@ class GradientReducer(GradientSync):
         self._plan: Plan | None = None
         self._known_sparse: frozenset[int] = frozenset()
         self._sparse_dims: dict[int, int] = {}
+
+    def set_weighted(self, weighted: bool) -> None:
+        """See `GradientSync`; the next reduction makes a new plan. What compresses takes means as before."""
+        self.is_weighted = weighted and self.options.op is ReduceOp.AVG
+        sums = self.is_weighted and not self._compresses
+        self.options = self.options._replace(weighted=sums)
+        self._launcher = BucketLauncher(self.named, self.group, self.options)
+        self._plan = None
+
+    @property
+    def _compresses(self) -> bool:
+        return any(self.options.compression.changes(param.dtype) for param in self.params)
+
+    def weigh(self, counts: Sequence[Count]) -> None:
+        """See `GradientSync`."""
+        self._launcher.weight = weight_of(counts, self.group.rank, averages=self._compresses)
 
     def leave_out(self, indices: Collection[int]) -> None:
         """See `GradientSync`; the next reduction makes a new plan if these are others."""
@@ -231,6 +249,7 @@ class GradientReducer(GradientSync):
         if self.group.size == 1:
             if marked := [i for i, mark in enumerate(self._marks_of(range(len(self.params)))) if mark]:
                 raise_for(marked, observed, self.named, self.group, when)
+            self._weigh_alone()
             return
         if not self._in_flight.launched:
             plan = self._plan
@@ -256,6 +275,15 @@ class GradientReducer(GradientSync):
         self._note_reduced(in_flight)
         if nonfinite is not None:
             raise_for(nonfinite, observed, self.named, self.group, when)
+
+    def _weigh_alone(self) -> None:
+        """Weight the gradients of a single rank: its backward passes may have had unequal batches."""
+        if (weight := self._launcher.weight) is None:
+            return
+        for param in self.params:
+            if param.grad is not None:
+                weight.before(param.grad)
+                weight.after(param.grad)
 
     def _still_holds(self, plan: Plan) -> bool:
         is_in_order = self.compression_state.order == self._planned_order  # else a state was loaded since
@@ -385,7 +413,7 @@ class GradientReducer(GradientSync):
         missing = {i: grad for i, grad in late.items() if grad is not None and grad.is_sparse}
         grads = [missing.get(i) if i in late else self.params[i].grad for i in indices]
         params = [self.params[i] for i in indices]
-        reduced = reduce_sparse(params, grads, self.options.op, self.group)
+        reduced = self._combine_apart(params, grads)
         for index, param, total in zip(indices, params, reduced, strict=True):
             if total is not None and total.is_sparse:
                 self._sparse_dims[index] = total.sparse_dim()
@@ -396,6 +424,22 @@ class GradientReducer(GradientSync):
         if late:
             self._known_sparse = self._known_sparse.union(late)
             self._plan = None
+
+    def _combine_apart(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Combine gradients that are sparse on some rank. Collective."""
+        weight = self._launcher.weight
+        if weight is None:
+            return reduce_sparse(params, grads, self.options.op, self.group)
+        mine = [None if grad is None else grad.clone() for grad in grads]
+        for grad in mine:
+            if grad is not None:
+                weight.before(grad)
+        op = self.options.op if weight.averaged_by > 1 else ReduceOp.SUM
+        reduced = reduce_sparse(params, mine, op, self.group)
+        for total in reduced:
+            if total is not None:
+                weight.after(total)
+        return reduced
 
     def combine_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together, as a tensor of its own. Collective."""

@@ -21,6 +21,7 @@ from typing import Protocol
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import Owner, owned_by
+from mpisgd.core.uneven_data import UnevenData
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch
 from mpisgd.gradients.kinds import KindsExchange
@@ -34,6 +35,7 @@ MUTED = 4  # inside `no_sync()`
 GONE = 8  # there is no such optimizer any more
 # and, first, of itself:
 AFTER_BACKWARD, WAITS = 1, 2
+EXCHANGE = "exchange"  # as ranks without data hear of it
 
 
 class Window(Protocol):
@@ -80,16 +82,22 @@ class Window(Protocol):
     def reduce(self, *, in_step: bool) -> None:
         """Reduce what there is. Collective."""
 
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing was reduced since the last step or reset."""
+
 
 class GroupWindows:
     """Those of one group.
 
     Attributes:
         active: the owners of those that any rank may still use, in their order; the same on all ranks.
+        uneven: what some ranks may run out of data in; None elsewhere.
     """
 
     def __init__(self) -> None:
         self.active: list[Owner] = []
+        self.uneven: UnevenData | None = None
         self._num_joined = 0
         self._windows: dict[int, weakref.ref[Window]] = {}
         self._latest = -1  # the backward whose end was dealt with last
@@ -163,6 +171,11 @@ class GroupWindows:
                 # Everybody waits, and not for the same: these operations are compared, and differ.
                 window.reduce(in_step=in_step)
 
+    def take_part(self, group: Group) -> None:
+        """Take part in an exchange on a rank without data, which waits for nothing. Collective."""
+        nothing = bytes(1 + len(self.active))
+        self._tell_and_reduce(group, self._alive(), nothing)
+
     def _exchange(
         self,
         group: Group,
@@ -170,6 +183,29 @@ class GroupWindows:
         *,
         reached: Collection[int] = (),
         awaited: int = -1,
+        in_step: bool = False,
+    ) -> bool:
+        """Do an exchange, of which ranks without data hear before; see `_tell_and_reduce`."""
+        mine = [
+            REACHED * (owner.number in reached)
+            | NOT_AWAITED * (owner.number != awaited)
+            | (MUTED * alive[owner.number].is_muted if owner.number in alive else GONE)
+            for owner in self.active
+        ]
+        bits = bytes([WAITS if awaited >= 0 else AFTER_BACKWARD, *mine])
+        if self.uneven is None:
+            return self._tell_and_reduce(group, alive, bits, reached, awaited, in_step=in_step)
+        with self.uneven.act(EXCHANGE, detail=lambda: {n: w.is_first for n, w in alive.items()}):
+            return self._tell_and_reduce(group, alive, bits, reached, awaited, in_step=in_step)
+
+    def _tell_and_reduce(
+        self,
+        group: Group,
+        alive: Mapping[int, Window],
+        mine: bytes,
+        reached: Collection[int] = (),
+        awaited: int = -1,
+        *,
         in_step: bool = False,
     ) -> bool:
         """Tell each other of all windows, and reduce those that are full, or that all wait for. Collective.
@@ -180,13 +216,7 @@ class GroupWindows:
         Raises:
             CollectiveMismatch: on every rank; a window that has been reached is muted or gone on some rank.
         """
-        mine = [
-            REACHED * (owner.number in reached)
-            | NOT_AWAITED * (owner.number != awaited)
-            | (MUTED * alive[owner.number].is_muted if owner.number in alive else GONE)
-            for owner in self.active
-        ]
-        told = KindsExchange(bytes([WAITS if awaited >= 0 else AFTER_BACKWARD, *mine]), group)
+        told = KindsExchange(mine, group)
         with owned_by(None):  # each rank may come from another one
             what = Operation("gradients", extra="which optimizers a backward has reached")
             # Where what was sent during backward has failed, it has on all ranks, and they raise that.

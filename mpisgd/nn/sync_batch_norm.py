@@ -1,5 +1,8 @@
 """`SyncBatchNorm`: BatchNorm over the batches of all ranks, on any device."""
 
+from __future__ import annotations
+
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,12 +15,16 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mpisgd.arguments import check_flag, shown
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
+from mpisgd.core.uneven_data import Told, acting, performs, refuse
 from mpisgd.errors import InvalidArgument, ShapeMismatch
+from mpisgd.job.job_of_thread import job_place
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.nn.batch_norm_function import normalize
 from mpisgd.nn.batch_statistics import BatchStatistics, gather_statistics
 
-__all__ = ["SyncBatchNorm", "converted"]
+__all__ = ["STATISTICS", "SyncBatchNorm", "converted"]
+
+STATISTICS = "statistics"  # as ranks without data hear of it
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -70,6 +77,7 @@ class SyncBatchNorm(_BatchNorm):
         if not bias:  # older torch does not take it
             self.register_parameter("bias", None)
         self.process_group = _as_group(process_group)
+        self._number = _number(self)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` normalized; in training, collective over the group."""
@@ -101,7 +109,26 @@ class SyncBatchNorm(_BatchNorm):
 
     def _statistics(self, input: Tensor) -> BatchStatistics:
         """Return the statistics of all ranks' `input`."""
-        return gather_statistics(input, group_or_world(self.process_group))
+        group = group_or_world(self.process_group)
+        with acting(group, STATISTICS, self._number, tuple(input.shape[1:]), input.dtype):
+            return gather_statistics(input, group)
+
+    @torch.no_grad()
+    def take_part(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Do what a forward does with an empty batch: this rank has no more data. Collective.
+
+        Args:
+            shape: of an example of the other ranks.
+            dtype: likewise.
+        """
+        tensors = [tensor for tensor in (self.running_mean, self.weight) if tensor is not None]
+        device = tensors[0].device if tensors else None
+        self._synchronized(torch.empty(0, *shape, dtype=dtype, device=device))
+
+    def __setstate__(self, state: Any) -> None:
+        """A copy is a layer of its own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._number = _number(self)
 
     def _add_up(self) -> Callable[[Tensor], object]:
         """Return the in-place sum over the ranks that backward calls."""
@@ -151,6 +178,31 @@ class SyncBatchNorm(_BatchNorm):
             InvalidArgument: `process_group` is no group of ours; a lazy BatchNorm does not know its channels.
         """
         return converted(module, cls, _as_group(process_group), {})
+
+
+class _Layers:
+    """Those of this rank, by the order in which they were made: it is the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.by_number: weakref.WeakValueDictionary[int, SyncBatchNorm] = weakref.WeakValueDictionary()
+
+
+def _number(layer: SyncBatchNorm) -> int:
+    layers = job_place().own(_Layers)
+    layers.count += 1
+    layers.by_number[layers.count] = layer
+    return layers.count
+
+
+@performs(STATISTICS)
+def _beside_others(told: Told, detail: None, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Do what the others do in a forward, on a rank without data."""
+    layer = job_place().own(_Layers).by_number.get(number)
+    if layer is None:
+        refuse(f"SyncBatchNorm number {number}", "this rank has no such layer: make one model on all ranks")
+    else:
+        layer.take_part(shape, dtype)
 
 
 def _check_numbers(num_features: Any, eps: Any, momentum: Any) -> None:

@@ -19,6 +19,7 @@ from mpisgd.collectives.objects import broadcast_object
 from mpisgd.compress.compressor import Choosing, Compressor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
+from mpisgd.core.uneven_data import acting, refuse
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, PeerLost
 from mpisgd.gradients.accumulation import AccumulationWindow
@@ -28,6 +29,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.methods.adasum.adasum import AdaptiveSum
 from mpisgd.methods.auto.compression_choice import with_chosen_compression
 from mpisgd.methods.strategy.buffers import Buffers
+from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.goes_with import check_goes_with
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
@@ -36,6 +38,8 @@ from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.broadcast import lay_out_state
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
+from mpisgd.optim.join import Join, join
+from mpisgd.optim.participant import CLIP, Participant
 from mpisgd.optim.step_hooks import register_step_hooks
 from mpisgd.optim.wrapped_class import signature_of, turned_into, wrapped_class
 from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
@@ -235,8 +239,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_positive("clip_grad_norm_", "max_norm", max_norm)
         check_positive("clip_grad_norm_", "norm_type", norm_type)
         self._window.flush_before_use()
-        with owned_by(self._owner):
-            return self._synchronizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        arguments = float(max_norm), float(norm_type), error_if_nonfinite
+        with owned_by(self._owner), acting(self._group, CLIP, self._owner.number, *arguments):
+            return self._synchronizer.clip_grad_norm_(*arguments)
+
+    @property
+    def _group(self) -> Group:
+        return self._synchronizer.training.group
+
+    def _check_not_inside_join(self, name: str) -> None:
+        if self._window.uneven is not None:
+            refuse(
+                f"{name}()", "ranks that have no more data do not come to it; call it after the `with` block"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
@@ -259,6 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidArgument: another version of mpisgd has written it in a form that this one does not know.
         """
+        self._check_not_inside_join("load_state_dict")
         self._keeper.check(state_dict)
         self._synchronizer.end_failed_step()
         super().load_state_dict(state_dict)
@@ -333,6 +349,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
+        self._check_not_inside_join("add_param_group")
         self._synchronizer.end_failed_step()
         super().add_param_group(param_group)
         training = self._synchronizer.training
@@ -394,6 +411,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finally:
             _overwrite(tensors, own)
 
+    def join(
+        self,
+        *,
+        follow: Sequence[Any] | None = None,
+        throw_on_early_termination: bool = False,
+        enable: bool = True,
+    ) -> Join:
+        """Return a context in which ranks may have unequal numbers of batches; see `mpisgd.join`."""
+        return join(self, follow=follow, throw_on_early_termination=throw_on_early_termination, enable=enable)
+
+    def participant(self) -> Participant:
+        """Return what takes part in `join()`; the optimizer tells it of its steps from then on."""
+        made = Participant(self, self._window, self._synchronizer, self.strategy, self._owner)
+        self._participant = made
+        return made
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let `backward()` sum gradients locally and send nothing; the next one outside reduces the sum."""
         return self._window.muted()
@@ -444,8 +477,13 @@ def _before_step(
     assert isinstance(optimizer, DistributedOptimizer)
     window, synchronizer = optimizer._window, optimizer._synchronizer
     changed = wrap_closure(args, kwargs, window.around)
-    if changed is None:
+    uneven = window.uneven
+    if changed is None and (uneven is None or uneven.data.has_data):
         window.flush_before_step()
+    if uneven is not None:
+        optimizer._participant.begin_step(has_closure=changed is not None)
+    if changed is None:
+        window.check_before_step()
     else:
         changed = wrap_closure(*changed, synchronizer.around)
         assert changed is not None
@@ -492,8 +530,14 @@ def _owned(closure: Callable[[], Any], owner: Owner) -> Callable[[], Any]:
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     assert isinstance(optimizer, DistributedOptimizer)
     window, synchronizer = optimizer._window, optimizer._synchronizer
+    if window.uneven is not None:
+        synchronizer.step_examples = optimizer._participant.step_examples()
+    else:
+        synchronizer.step_examples = StepExamples(window.passes_of_step)
     with owned_by(optimizer._owner):
         _finish_step(window, synchronizer)
+    if window.uneven is not None:
+        optimizer._participant.end_step()
 
 
 def _finish_step(window: AccumulationWindow, synchronizer: Synchronizer) -> None:

@@ -68,6 +68,7 @@ GOES_WITH = GoesWith(
     compression=Compressions("no", (needs_default,)),
     op=no(),
     gradient_predivide_factor=no(),
+    uneven_data=no("what a rank without data would send is a momentum of its own"),
     error_if_nonfinite=no(),
     check_in_sync_every=no(),
     named_buffers=no(),

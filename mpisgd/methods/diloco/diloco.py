@@ -32,15 +32,17 @@ from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
 from mpisgd.methods.diloco import paper
 from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.strategy.example_counts import ExampleCounts, mean_in_place
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
-from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS, WEIGHTED, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
 
 __all__ = ["DiLoCo"]
 
+BUFFERS = "buffers"  # the name of their mean
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
@@ -146,7 +148,8 @@ class DiLoCo(Strategy):
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
         elastic = yes("survivors go on from their own models, with the outer momentum")
-        return replace(LOCAL_STEPS, compression=Compressions("of changes", (no_momentum,)), elastic=elastic)
+        compression = Compressions("of changes", (no_momentum,))
+        return replace(LOCAL_STEPS, compression=compression, uneven_data=yes(WEIGHTED), elastic=elastic)
 
     def check(self, training: Training) -> None:
         """See `Strategy.check`.
@@ -197,6 +200,7 @@ class _State:
         options: of its groups, by fragment.
         kind: its class: the state of another one is none of its own.
         changes: the mean of the changes that is due and was not applied yet, by parameter.
+        examples: what each rank has stepped with.
         compression: what compressors keep of the changes.
     """
 
@@ -206,6 +210,7 @@ class _State:
     options: dict[str, dict[str, Any]] = alike(default_factory=dict)
     kind: str = alike("")
     changes: dict[str, Tensor] = alike(default_factory=dict)
+    examples: ExampleCounts = part(ExampleCounts)
     compression: CompressionState = part(CompressionState)
 
 
@@ -231,6 +236,7 @@ class _Fragment:
         strategy: DiLoCo,
     ) -> None:
         self._keys, self._first, self._strategy, self._state = list(params), first, strategy, state
+        self._group = training.group
         self._mean = TensorMean(params, training.group, training.options, state.compression)
         self._number = str(number)
         self._optimizer = self._make_optimizer(self._number)
@@ -276,7 +282,8 @@ class _Fragment:
         if since >= 0 and since % strategy.sync_every == 0:
             begun = torch._foreach_sub(self._outer_like(mine), mine)
             changes.update(zip(self._keys, begun, strict=True))
-            self._wait = self._mean.start(begun, async_op=strategy.overlap_steps > 0)
+            counts = self._state.examples.of_mean(self._number, self._group)
+            self._wait = self._mean.start(begun, counts, async_op=strategy.overlap_steps > 0)
             if not strategy.overlap_steps:
                 self._finish(mine)
 
@@ -362,12 +369,14 @@ class DiLoCoSynchronizer(LocalSynchronizer):
 
     def synchronize(self) -> None:
         """Begin and finish what is due. Collective where anything is."""
+        self.state.examples.note(self.step_examples)
         if due := [fragment for fragment in self._fragments if fragment.is_due(self.num_steps)]:
             params = self.tensors()
             for fragment in due:
                 fragment.after(self.num_steps, params)
         if self.num_steps % self._strategy.sync_every == 0:
-            all_reduce_coalesced(self.buffers, ReduceOp.AVG, self.training.group)
+            group = self.training.group
+            mean_in_place(self.buffers, self.state.examples.of_mean(BUFFERS, group), group)
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]

@@ -30,9 +30,10 @@ from mpisgd.method_state import alike, part
 from mpisgd.methods.local_sgd import paper
 from mpisgd.methods.local_sgd.inner_state import complete_states
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no_momentum
+from mpisgd.methods.strategy.example_counts import ExampleCounts, mean_in_place
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
-from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS, WEIGHTED, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
@@ -40,6 +41,7 @@ from mpisgd.methods.strategy.training import Training
 __all__ = ["LocalSGD"]
 
 LEVELS = ("host", "job")
+MEAN = "mean"
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ class LocalSGD(Strategy):
     @property
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
-        return replace(LOCAL_STEPS, compression=Compressions("of changes", (no_momentum, needs_magnitudes)))
+        compression = Compressions("of changes", (no_momentum, needs_magnitudes))
+        uneven = yes(WEIGHTED) if self.hierarchy is None else no("means over hosts count all ranks alike")
+        return replace(LOCAL_STEPS, compression=compression, uneven_data=uneven)
 
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
         """Return what averages the parameters. Collective."""
@@ -165,6 +169,7 @@ class _State:
         num_means: how many means over all ranks there were.
         since_mean: steps since the last one.
         last: the mean before, by tensor, where its changes are compressed.
+        examples: what each rank has stepped with.
         compression: what compressors keep of these changes.
         warm_up: what they keep of the gradients of the warm-up.
     """
@@ -172,6 +177,7 @@ class _State:
     num_means: int = alike(0)
     since_mean: int = alike(0)
     last: dict[str, Tensor] = alike(default_factory=dict)
+    examples: ExampleCounts = part(ExampleCounts)
     compression: CompressionState = part(CompressionState)
     warm_up: CompressionState = part(CompressionState)
 
@@ -241,8 +247,10 @@ class LocalSGDSynchronizer(LocalSynchronizer):
     def synchronize(self) -> None:
         """Take the mean that is due, if one is. Collective then."""
         state, warmup_steps = self.state, self._strategy.warmup_steps
+        state.examples.note(self.step_examples)
         if self.num_steps <= warmup_steps:
             if self.num_steps == warmup_steps:
+                state.examples.begin(MEAN)
                 self._choose_gradients()
                 self._note_last(again=True)
             return
@@ -263,17 +271,17 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         negative, and what buffers have changed by has no base that all ranks have.
         """
         tensors, group = self.tensors(), self.training.group
-        params = list(tensors.values())
+        params, counts = list(tensors.values()), self.state.examples.of_mean(MEAN, group)
         if self.state.last:
             last = [self.state.last[key] for key in tensors]
             follow(last, params, "LocalSGD")
             changes = torch._foreach_sub(params, last)
-            self._mean.start(changes)
+            self._mean.start(changes, counts)
             torch._foreach_add_(last, changes)
             torch._foreach_copy_(params, last)
         else:
-            self._mean.start(params)
-        all_reduce_coalesced([*self.buffers, *self._inner_state(group)], ReduceOp.AVG, group)
+            self._mean.start(params, counts)
+        mean_in_place([*self.buffers, *self._inner_state(group)], counts, group)
 
     def _inner_state(self, group: Group) -> list[Tensor]:
         """Return what is averaged of the wrapped optimizer's state, the same of all ranks. Collective."""

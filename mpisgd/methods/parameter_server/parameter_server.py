@@ -25,6 +25,7 @@ SYNC = GoesWith(
     share_parameters=no("they are shared anyway"),
     named_buffers=no("buffers stay on their rank"),
     whole_gradients=WHOLE,
+    uneven_data=yes("as one process"),
 )
 AS_THEY_COME = no("each rank pushes gradients of its own, which count as they come")
 OWN_PACE = replace(
@@ -39,6 +40,9 @@ OWN_PACE = replace(
     grad_scaler=yes("yes, a rank's overflow skips its own update"),
     sparse_gradients=yes(),
     repeats=no("the result depends on timing"),
+    uneven_data=no(
+        "each rank has its own pace, and nobody waits for one that has no more data: leave it out"
+    ),
     elastic=yes("yes, on one host"),
     checkpoint=yes("one for all ranks, after `finish()`"),
 )

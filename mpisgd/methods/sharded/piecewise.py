@@ -14,6 +14,7 @@ from torch import Tensor
 from mpisgd.accelerator.arrivals import arriving
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
+from mpisgd.core.uneven_data import acting
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
@@ -35,7 +36,9 @@ from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
 from mpisgd.sharding.shared_parameters import SharedParameters
 
-__all__ = ["Piecewise", "Shared"]
+__all__ = ["UNSCALE", "Piecewise", "Shared"]
+
+UNSCALE = "unscale"  # as ranks without data hear of it
 
 
 class Piecewise(Replicated, abc.ABC):
@@ -244,8 +247,13 @@ class Piecewise(Replicated, abc.ABC):
 
     def _unscale(self, sharded: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
         """Do for all gradients of a dtype what a GradScaler asks for. Collective."""
+        assert self.owner is not None
+        with acting(self.training.group, UNSCALE, self.owner.number, sharded[0].dtype, float(factor)):
+            self.unscale(sharded[0].dtype, found_inf, factor)
+
+    def unscale(self, dtype: torch.dtype, found_inf: Tensor, factor: Tensor) -> None:
+        """Multiply the gradients of a dtype, and note whether some are not finite. Collective."""
         self._settle()
-        dtype = sharded[0].dtype
         grads = [p.grad for p in self._parameters.pieces if p.grad is not None and p.grad.dtype == dtype]
         if grads:
             torch._amp_foreach_non_finite_check_and_unscale_(_values(grads), found_inf, factor)

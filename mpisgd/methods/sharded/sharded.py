@@ -42,6 +42,7 @@ SHARDED = GoesWith(
     whole_gradients=no(
         "it computes its direction from all gradients together, and each rank has those of its own parameters"
     ),
+    uneven_data=yes("as one process"),
     elastic=yes("yes, with a replica of each shard"),
     checkpoint=yes("has each rank's shard"),
 )
@@ -54,6 +55,7 @@ IN_FILES = replace(
     error_if_nonfinite=NOT_IN_FILES,
     check_in_sync_every=NOT_IN_FILES,
     share_parameters=NOT_IN_FILES,
+    uneven_data=no("layers are brought from files in forward and backward, by all ranks together"),
 )
 
 

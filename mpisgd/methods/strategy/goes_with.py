@@ -157,6 +157,7 @@ class GoesWith:
         adaptive_sum: `op=mpisgd.Adasum`.
         whole_gradients: optimizers whose step needs the gradients of all parameters together.
         repeats: whether the result of a training is the same each time.
+        uneven_data: `join()`.
 
     The others are options of `DistributedOptimizer`, or situations, by their names.
     """
@@ -179,6 +180,7 @@ class GoesWith:
     sparse_gradients: Answer = yes("yes, as they are")
     closures: Answer = yes()
     repeats: Answer = yes()
+    uneven_data: Answer = no("the method does not say what a rank without data does")
     elastic: Answer = yes()
     checkpoint: Answer = yes("has what each rank's compressor kept")
 
@@ -240,6 +242,7 @@ SITUATIONS = (
     "sparse_gradients",
     "closures",
     "repeats",
+    "uneven_data",
     "elastic",
     "checkpoint",
 )

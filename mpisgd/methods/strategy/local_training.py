@@ -12,7 +12,9 @@ from mpisgd.methods.strategy.local_scaling import LocalScaling
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
 
-__all__ = ["LOCAL_STEPS", "LocalSynchronizer"]
+__all__ = ["LOCAL_STEPS", "WEIGHTED", "LocalSynchronizer"]
+
+WEIGHTED = "means weighted by examples"  # how a method goes with uneven data
 
 OWN_GRADIENTS = no("ranks step with gradients of their own")
 LOCAL_STEPS = GoesWith(
@@ -25,6 +27,7 @@ LOCAL_STEPS = GoesWith(
     clip_grad_norm_=yes("of the own gradients"),
     grad_scaler=yes("yes, a rank's overflow skips its own step"),
     sparse_gradients=yes(),
+    uneven_data=no("what a rank without data counts is not defined"),
     elastic=yes("survivors go on from their own models"),
     checkpoint=yes("has the model of each rank"),
 )

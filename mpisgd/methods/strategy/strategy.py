@@ -28,6 +28,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.method_state import mean_of
 from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.goes_with import GoesWith
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
@@ -44,6 +45,7 @@ class Synchronizer:
     Attributes:
         training: as given, and kept up to date.
         num_steps: how many steps there have been, those before a state was saved included.
+        step_examples: what this rank has stepped with; see `ExampleCounts`.
         state: what is kept from step to step, a dataclass of `mpisgd.method_state`; None: nothing.
         replicas_differ: whether parameters and the wrapped optimizer's state differ by rank between steps, so
             that they are each rank's own.
@@ -64,6 +66,7 @@ class Synchronizer:
         self.training = training
         self.owner = current_owner()
         self.num_steps = 0
+        self.step_examples = StepExamples()
 
     # -- what is kept from step to step -------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from mpisgd.gradients.bucketing import Bucket, plan_buckets
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import item_of, name_devices
+from mpisgd.gradients.weight import Count, weight_of
 
 __all__ = ["TensorMean"]
 
@@ -86,11 +87,14 @@ class TensorMean:
             return frozenset()
         return frozenset(key for slot in self._slots for key in slot.keys)
 
-    def start(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Callable[[], None]:
+    def start(
+        self, tensors: Sequence[Tensor], counts: Sequence[Count] | None = None, *, async_op: bool = False
+    ) -> Callable[[], None]:
         """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
 
         Args:
             tensors: as many as at first; nobody else touches them until then.
+            counts: what each rank counts; None: all alike.
             async_op: return at once, and let the group's thread do it; else it is done on return.
 
         Raises:
@@ -99,22 +103,35 @@ class TensorMean:
         if [_form(tensor) for tensor in tensors] != self._forms:
             self._lay_out(tensors)
         works: list[tuple[Work | None, Packer]] = []
+        if counts is not None:
+            self._weight(tensors, counts)
         for slot in self._slots:
             packer = Packer()
             flat = packer.write_as_one([tensors[i] for i in slot.bucket.indices], keep=True)
             works.append((self._submit(slot, flat, async_op), packer))
         if plain := [tensors[i] for i in self._plain]:
-            works.append((all_reduce_coalesced(plain, ReduceOp.AVG, self._group, async_op), Packer()))
+            op = ReduceOp.AVG if counts is None else ReduceOp.SUM
+            works.append((all_reduce_coalesced(plain, op, self._group, async_op), Packer()))
 
         def wait() -> None:
             for work, packer in works:
                 if work is not None:
                     work.wait()
                 packer.finish()
+            if counts is not None:
+                weight = weight_of(counts, self._group.rank)
+                for tensor in plain:
+                    weight.after(tensor)
 
         if not async_op:
             wait()
         return wait
+
+    def _weight(self, tensors: Sequence[Tensor], counts: Sequence[Count]) -> None:
+        """Weight this rank's tensors; of those that are compressed a mean is taken."""
+        plain = set(self._plain)
+        for place, tensor in enumerate(tensors):
+            weight_of(counts, self._group.rank, averages=place not in plain).before(tensor)
 
     def _submit(self, slot: _Slot, flat: Tensor, async_op: bool) -> Work | None:
         operation = Operation("compressed mean", "AVG", dtype_name(flat.dtype), (flat.numel(),))

@@ -27,7 +27,12 @@ class Synchronous(Strategy):
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
         buffers = no("buffers stay on their rank; use mpisgd.SyncBatchNorm")
-        return GoesWith(adaptive_sum=yes(), share_parameters=yes(), named_buffers=buffers)
+        return GoesWith(
+            adaptive_sum=yes(),
+            share_parameters=yes(),
+            named_buffers=buffers,
+            uneven_data=yes("as one process"),
+        )
 
     def check(self, training: Training) -> None:
         """Raise where the parameters cannot be shared, if they are to be."""
