@@ -1,4 +1,4 @@
-"""Collectives of one's own where some ranks may run out of data: these take part with what changes nothing."""
+"""Collectives of one's own where ranks may run out of data: those take part with what changes nothing."""
 
 import contextlib
 from collections.abc import Iterator

@@ -89,6 +89,9 @@ class UnevenData:
         examples: of this rank's batch.
         is_given: whether the program has said how many these are.
         has_data: whether this rank has data.
+        num_passes: backward passes of this rank.
+        num_examples: of all of them.
+        latest_examples: of the latest one.
         last: what was told before the latest act.
     """
 
@@ -97,6 +100,8 @@ class UnevenData:
         self.performers = {**_performers, **performers}
         self.examples, self.is_given = 1, False
         self.has_data = True
+        self.num_passes = self.num_examples = self.latest_examples = 0
+        self._backward = -1  # the latest one, by its number
         self.last: Told | None = None
         self._throws = throws
         self._depth = 0  # of acts that this rank is in
@@ -113,6 +118,14 @@ class UnevenData:
 
     def _groups(self) -> list[Group]:
         return [group for group in self.group.job.groups if group.is_usable]
+
+    def note_backward(self, number: int) -> None:
+        """Count a backward pass over this rank's batch; it may have reached several optimizers."""
+        if number != self._backward:
+            self._backward = number
+            self.num_passes += 1
+            self.num_examples += self.examples
+            self.latest_examples = self.examples
 
     # -- of a rank that has data --------------------------------------------------------------------
 

@@ -131,7 +131,6 @@ class AccumulationWindow:
         steps: how many there have been.
         num_reductions: how many there have been.
         uneven: what it does where ranks may run out of data; None elsewhere.
-        passes_of_step: backward passes since the last step or reset.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class AccumulationWindow:
     ) -> None:
         self.gradients = gradients
         self.owner = owner
-        self.steps = self.num_reductions = self.passes_of_step = 0
+        self.steps = self.num_reductions = 0
         self.uneven: UnevenWindow | None = None
         self._group = group
         self._passes_per_step = passes_per_step
@@ -278,9 +277,8 @@ class AccumulationWindow:
 
     def _backward_ended(self) -> None:
         self._in_pass = False
-        self.passes_of_step += 1
         if self.uneven is not None:
-            self.uneven.note_pass()
+            self.uneven.data.note_backward(self.latest_backward)
         if self._is_one_of_several:
             self._windows.end_backward(self.latest_backward, self._group)
         elif not self._muted:
@@ -408,7 +406,6 @@ class AccumulationWindow:
     def _begin_window(self) -> None:
         self.gradients.abandon()
         self._reductions_before, self._passes = self.num_reductions, 0
-        self.passes_of_step = 0
         if self.uneven is not None:
             self.uneven.restart()
         self._others_before = {other: other.num_reductions for other in self._others.values()}

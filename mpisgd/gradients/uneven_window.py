@@ -31,7 +31,6 @@ class UnevenWindow:
     Attributes:
         data: as given.
         place: as given.
-        count: since the last reduction, or reset.
         others_begin: whether the ranks with data have reduced nothing in their window; on one without.
     """
 
@@ -39,18 +38,23 @@ class UnevenWindow:
         self, data: UnevenData, place: int, reset: Callable[[], None], reduced: Callable[[], None]
     ) -> None:
         self.data, self.place = data, place
-        self.count = Count()
         self.others_begin = True
         self._reset, self._reduced = reset, reduced
+        self.restart()
 
-    def note_pass(self) -> None:
-        """Count a backward pass over this rank's batch."""
-        examples, count = self.data.examples, self.count
-        self.count = count._replace(last=examples, total=count.total + examples, passes=count.passes + 1)
+    @property
+    def count(self) -> Count:
+        """What this rank has computed gradients of since the last reduction, or reset."""
+        data = self.data
+        passes = data.num_passes - self._passes_before
+        if not passes:
+            return Count(data.examples if data.has_data else 0)
+        return Count(self._last or data.latest_examples, data.num_examples - self._examples_before, passes)
 
     def restart(self) -> None:
         """Count from 0: gradients were reset, or reduced."""
-        self.count = Count()
+        self._passes_before, self._examples_before = self.data.num_passes, self.data.num_examples
+        self._last = 0  # what they were rescaled for
 
     @torch.no_grad()
     def next_batch(self, params: Sequence[Tensor], examples: int) -> None:
@@ -60,7 +64,7 @@ class UnevenWindow:
             for param in params:
                 if param.grad is not None:
                     param.grad.mul_(count.last / examples)
-            self.count = count._replace(last=examples)
+            self._last = examples
 
     def clear(self, params: Sequence[Tensor]) -> None:
         """Have nothing to contribute to what is reduced next, on a rank without data, but what is left."""
@@ -79,10 +83,7 @@ class UnevenWindow:
             is_first: whether it is the first reduction of a window.
         """
         with self.data.act(REDUCE, self.place, detail=lambda: is_first):
-            count = self.count
-            if not count.passes:
-                count = Count(self.data.examples if self.data.has_data else 0)
-            mine = count._replace(again=int(not is_first))
+            mine = self.count._replace(again=int(not is_first))
             counts = [Count(*row) for row in self.data.gather(mine)]
             self.restart()
             yield counts

@@ -32,7 +32,7 @@ class Count(NamedTuple):
         last: examples of each backward pass. One with another number rescales what there is. 0: it has no
             more data, and nothing left.
         total: examples of all passes.
-        passes: how many there were.
+        passes: how many there were. A rank with data and without a backward counts as one with all passes.
         again: whether it adds to what was reduced before.
     """
 
@@ -92,12 +92,10 @@ def weight_of(counts: Sequence[Count], place: int, *, averages: bool = False) ->
     Raises:
         InvalidArgument: what was reduced before would be weighted again; raised on every rank.
     """
-    if not any(count.total for count in counts):  # gradients that were set by hand, or none
-        counts = [count._replace(total=count.last, passes=1) for count in counts]
-    total = sum(count.total for count in counts)
-    unit = math.gcd(*(count.last for count in counts if count.total))
-    passes = max(count.passes for count in counts)
-    whole = [count.last // unit if count.total else 0 for count in counts]
+    passes = max(1, *(count.passes for count in counts))
+    total = sum(count.total if count.passes else count.last * passes for count in counts)
+    unit = math.gcd(*(count.last for count in counts))
+    whole = [count.last // unit for count in counts]
     ratio = Fraction(passes * unit, total)
     if any(count.again for count in counts) and sum(whole) * ratio != 1:
         error = InvalidArgument(

@@ -531,9 +531,9 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     assert isinstance(optimizer, DistributedOptimizer)
     window, synchronizer = optimizer._window, optimizer._synchronizer
     if window.uneven is not None:
-        synchronizer.step_examples = optimizer._participant.step_examples()
+        synchronizer.step_examples = optimizer._participant.step_examples
     else:
-        synchronizer.step_examples = StepExamples(window.passes_of_step)
+        synchronizer.step_examples = StepExamples()
     with owned_by(optimizer._owner):
         _finish_step(window, synchronizer)
     if window.uneven is not None:

@@ -100,9 +100,7 @@ class Join:
         for each in self._participants.values():
             if each.synchronizer.training.options.op is ReduceOp.SUM:
                 refuse("next_batch()", "op=SUM adds gradients up, and weights none")
-            assert each.window.uneven is not None
-            if each.window.gradients.is_weighted:
-                each.window.uneven.next_batch(each.synchronizer.training.params, examples)
+            each.next_batch(examples)
         self._data.examples, self._data.is_given = examples, True
 
     # -- the block ----------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ class Participant:
         self._follows: Sequence[Any] | None = None
         self._act: contextlib.ExitStack | None = None  # of the step that is under way
         self._settings: Any = None  # after the latest step
+        self._examples = 0  # of the batches since the latest step
         self._seen: list[int] | None = None  # the gradients as they were reduced
         self._weighted = window.gradients
 
@@ -154,6 +155,7 @@ class Participant:
     def end_step(self) -> None:
         """Note that a step is over."""
         self.end_failed_step()
+        self._examples = 0
         self._settings = self._comparable()
 
     def end_failed_step(self) -> None:
@@ -162,13 +164,19 @@ class Participant:
         if stack is not None:
             stack.close()
 
+    def next_batch(self, examples: int) -> None:
+        """Note that the next backward passes of this rank are over so many examples."""
+        self._examples += examples
+        assert self.window.uneven is not None
+        if self.window.gradients.is_weighted:
+            self.window.uneven.next_batch(self.synchronizer.training.params, examples)
+
+    @property
     def step_examples(self) -> StepExamples:
-        """Return what this rank has stepped with."""
-        data, window = self._data, self.window
-        count = 0
-        if data.has_data:
-            count = window.uneven.count.total if window.uneven is not None else 0
-        return StepExamples(count, data.is_given, is_uneven=True)
+        """What this rank has stepped with."""
+        data = self._data
+        examples = self._examples if data.is_given else 1
+        return StepExamples(examples if data.has_data else 0, data.is_given, is_uneven=True)
 
     def _note(self) -> int:
         if not self._data.has_data:
@@ -257,13 +265,12 @@ class Participant:
         with owned_by(self._owner):
             self.synchronizer.clip_grad_norm_(*arguments)
 
-    def perform_unscale(self, dtype: torch.dtype, factor: float) -> None:
+    def perform_unscale(self, dtype: torch.dtype, factor: float, shape: tuple[int, ...]) -> None:
         """Unscale with the others."""
         assert isinstance(self.synchronizer, Piecewise)
         device = self.synchronizer.training.params[0].device
-        numbers = torch.tensor([0.0, factor], device=device)
-        with owned_by(self._owner):
-            self.synchronizer.unscale(dtype, numbers[:1], numbers[1])
+        found_inf = torch.zeros(shape, device=device)
+        self.synchronizer.unscale(dtype, found_inf, torch.tensor(factor, device=device))
 
     def perform_loss(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return everyone's loss."""

@@ -248,7 +248,8 @@ class Piecewise(Replicated, abc.ABC):
     def _unscale(self, sharded: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
         """Do for all gradients of a dtype what a GradScaler asks for. Collective."""
         assert self.owner is not None
-        with acting(self.training.group, UNSCALE, self.owner.number, sharded[0].dtype, float(factor)):
+        form = sharded[0].dtype, float(factor), tuple(found_inf.shape)
+        with acting(self.training.group, UNSCALE, self.owner.number, *form):
             self.unscale(sharded[0].dtype, found_inf, factor)
 
     def unscale(self, dtype: torch.dtype, found_inf: Tensor, factor: Tensor) -> None:

@@ -27,7 +27,7 @@ class StepExamples(NamedTuple):
     """What a rank has stepped with.
 
     Attributes:
-        num: of examples; of backward passes where nobody says how many examples these had.
+        num: of examples; 1 where nobody says how many there were.
         is_given: whether the program has said how many.
         is_uneven: whether ranks may run out of data.
     """
@@ -94,7 +94,7 @@ class ExampleCounts:
         everyones = torch.empty(group.size, dtype=torch.int64)
         all_gather_into_tensor(everyones, torch.tensor([mine]), group)
         counts = [Count(number, number, int(number > 0)) for number in everyones.tolist()]
-        return counts if any(count.total for count in counts) else None
+        return counts if any(count.last for count in counts) else None
 
     # -- as a part of a state -----------------------------------------------------------------------
 

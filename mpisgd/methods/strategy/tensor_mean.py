@@ -120,8 +120,8 @@ class TensorMean:
                 packer.finish()
             if counts is not None:
                 weight = weight_of(counts, self._group.rank)
-                for tensor in plain:
-                    weight.after(tensor)
+                while plain:  # what waits may be called again
+                    weight.after(plain.pop())
 
         if not async_op:
             wait()

@@ -1,0 +1,1 @@
+"""Random divisions of data among ranks inside `join()`."""
