@@ -40,11 +40,13 @@ class Told(NamedTuple):
         examples: of each rank's batch, by place in the group; 0: it has no more data.
         notes: of each rank, bits of the act's own.
         first: the place of the first rank that has data.
+        is_given: whether the program says how many examples there are.
     """
 
     examples: tuple[int, ...]
     notes: tuple[int, ...]
     first: int
+    is_given: bool
 
     @property
     def is_short(self) -> bool:
@@ -247,7 +249,12 @@ class UnevenData:
         if not active:
             return None, None
         self._check(table, active, mine)
-        found = Told(tuple(row[2] for row in table), tuple(row[0] // NOTE for row in table), active[0])
+        found = Told(
+            examples=tuple(row[2] for row in table),
+            notes=tuple(row[0] // NOTE for row in table),
+            first=active[0],
+            is_given=bool(table[active[0]][0] & IS_GIVEN),
+        )
         self.last = found
         return found, self._passed_on((mine, detail), active[0]) if found.is_short else None
 

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["Count", "Weight", "weight_of"]
+__all__ = ["Count", "Weight", "weight_of", "why_not_weighted"]
 
 NARROW = 2  # bytes: whole numbers times such a float would overflow, or be rounded
 
@@ -79,6 +80,18 @@ class Weight(NamedTuple):
             flat.mul_(self.ratio.numerator)
         if self.ratio.denominator != 1:
             flat.div_(self.ratio.denominator)
+
+
+def why_not_weighted(compressor: Compressor) -> str:
+    """Return why gradients that a compressor sends cannot be weighted, "" if they can."""
+    traits = compressor.traits
+    if traits.replaces_op:
+        return f"{compressor}: no gradient counts nothing in it"
+    if traits.has_momentum:
+        return f"{compressor}: it has a momentum, which a rank without data would go on sending"
+    if not (traits.has_magnitudes and traits.is_homogeneous):
+        return f"{compressor}: what it sends of a gradient does not grow with the gradient"
+    return ""
 
 
 def weight_of(counts: Sequence[Count], place: int, *, averages: bool = False) -> Weight:

@@ -24,6 +24,7 @@ __all__ = [
     "World",
     "alike",
     "compressed",
+    "evenly",
     "filled",
     "largest",
     "mean",
@@ -32,6 +33,7 @@ __all__ = [
     "part",
     "signs",
     "total",
+    "weighted",
 ]
 
 S = TypeVar("S")
@@ -110,7 +112,7 @@ class World(NamedTuple):
         ranks: who is there.
         hosts: the same, by host.
         step: its number, from 1.
-        weight: what a rank's examples count, 1 each if ranks have equally many; 0: it has none left.
+        weight: how many examples a rank has in this step, 1 each if all have equally many; 0: none are left.
         layout: the buckets that all ranks have agreed on, or the chunks that each of them owns.
         sum: of a tensor of some ranks, in float32 at least; the order of the additions is the caller's.
         draw: random numbers of the n-th reduction, of all ranks, or of one by its place among `ranks`.
@@ -154,6 +156,7 @@ class Paper(Generic[S]):
 
     Attributes:
         leaves_frozen: whether x lacks parameters that are frozen now; they stay as they are.
+        weighs: whether it looks at `World.weight` itself; else it is given `weighted` gradients.
         depends_on: folders of other papers, to be read with this one.
 
     Of a compressor, what decides which programs can be compared with it, and how:
@@ -167,6 +170,7 @@ class Paper(Generic[S]):
     """
 
     leaves_frozen: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
     depends_on: ClassVar[tuple[str, ...]] = ()
     of_chunks: ClassVar[bool] = False
     of_buckets: ClassVar[bool] = False
@@ -217,6 +221,17 @@ def mean(v: Mapping[int, Vec], w: World) -> Vec:
     first = next(iter(v.values()))
     sums = {name: w.sum({i: one[name] for i, one in v.items()}) for name in first}
     return Vec({name: (each / len(v)).to(first[name].dtype) for name, each in sums.items()})
+
+
+def weighted(v: Mapping[int, Vec], n: Mapping[int, float]) -> dict[int, Vec]:
+    """Return p n_i / (n_1 + ... + n_p) v_i, whose mean over the p ranks counts n_i examples of rank i."""
+    share = {i: len(v) * n[i] / sum(n.values()) for i in v}
+    return {i: v_i if share[i] == 1 else share[i] * v_i for i, v_i in v.items()}
+
+
+def evenly(w: World) -> World:
+    """Return the world in which all ranks count alike."""
+    return w._replace(weight=dict.fromkeys(w.ranks, 1))
 
 
 # --- of a parameter -----------------------------------------------------------------------------------

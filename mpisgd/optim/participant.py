@@ -19,6 +19,7 @@ from mpisgd.core.owner import Owner, owned_by
 from mpisgd.core.uneven_data import Performer, Told, UnevenData, refuse
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.uneven_window import LOSS, REDUCE, UnevenWindow
+from mpisgd.gradients.weight import why_not_weighted
 from mpisgd.methods.sharded.piecewise import UNSCALE, Piecewise
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
@@ -89,14 +90,7 @@ class Participant:
         if not goes.goes:
             return f"{self._strategy}: {goes.words}"
         compressor = self.synchronizer.training.options.compression
-        traits = compressor.traits
-        if traits.replaces_op:
-            return f"{compressor}: no gradient counts nothing in it"
-        if traits.has_momentum:
-            return f"{compressor}: it has a momentum, which a rank without data would go on sending"
-        if not (traits.has_magnitudes and traits.is_homogeneous):
-            return f"{compressor}: what it sends of a gradient does not become more where that counts more"
-        return self.window.why_not_uneven
+        return why_not_weighted(compressor) or self.window.why_not_uneven
 
     # -- from the beginning to the end --------------------------------------------------------------
 
@@ -175,8 +169,10 @@ class Participant:
     def step_examples(self) -> StepExamples:
         """What this rank has stepped with."""
         data = self._data
-        examples = self._examples if data.is_given else 1
-        return StepExamples(examples if data.has_data else 0, data.is_given, is_uneven=True)
+        assert data.last is not None
+        is_given = data.last.is_given
+        examples = self._examples if is_given else 1
+        return StepExamples(examples if data.has_data else 0, is_given, is_uneven=True)
 
     def _note(self) -> int:
         if not self._data.has_data:
@@ -248,6 +244,9 @@ class Participant:
         settings, scaling = detail
         self._agree(told)
         self.take_settings(settings)
+        if not self.window.gradients.combines:  # what it has is of its last batch, and counted there
+            for param in self.synchronizer.training.params:
+                param.grad = None
         for name, value in scaling.items():
             setattr(self._optimizer, name, value)
         try:

@@ -120,6 +120,4 @@ def rows_of(division: Division, rank: int, batch: int) -> Sequence[Tensor]:
     """Return the rows of a batch, by parameter: whole numbers, whose mean is the gradient."""
     count = division.batches[rank][batch]
     generator = torch.Generator().manual_seed(division.seed * 10_000 + rank * 100 + batch)
-    return [
-        torch.randint(-3, 4, (count, *shape), generator=generator).to(torch.float64) for shape in SHAPES
-    ]
+    return [torch.randint(-3, 4, (count, *shape), generator=generator).to(torch.float64) for shape in SHAPES]

@@ -64,7 +64,11 @@ def train(division: Division) -> list[Tensor]:
             if last:
                 _finish_step(division, optimizer, params, scaler, scheduler)
     told: list[Any] = [None] * mpisgd.size()
-    mine = (scheduler and scheduler.state_dict(), scaler and scaler.state_dict(), optimizer.param_groups[0]["lr"])
+    mine = (
+        scheduler and scheduler.state_dict(),
+        scaler and scaler.state_dict(),
+        optimizer.param_groups[0]["lr"],
+    )
     mpisgd.all_gather_object(told, mine)
     assert all(each == told[0] for each in told), f"ranks keep different counts: {told}"
     if not division.is_local:
@@ -113,7 +117,7 @@ def in_one_process(division: Division) -> list[list[Tensor]]:
 
 
 def _joined_gradients(division: Division, step: int, scale: float) -> list[Tensor]:
-    """Return the gradient of the mean over all rows of a step; of the mean of batches where none are given."""
+    """Return the gradient of the mean over all rows of a step; over batches where none are given."""
     passes = division.accumulates
     there = [
         (rank, batch)

@@ -8,13 +8,16 @@ DiLoCo with overlapping communication", algorithms 1 and 2; without Nesterov's m
     v   <- mu v + D;   theta <- theta - lr (D + mu v)             or theta - lr v, without Nesterov
     x_i <- alpha x_i + (1 - alpha) theta       tau steps after D was taken; alpha is 0 if tau is 0
 
+Where ranks have unequal numbers n_i of examples since the last D, it is the mean of c_i (theta - x_i), c_i =
+p n_i / (n_1 + ... + n_p).
+
 Fragment f of F is due f H / F steps later than the first one.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, part
+from mpisgd.methods.paper_kit import Paper, Vec, World, alike, evenly, own, part, weighted
 
 __all__ = ["DiLoCo", "State"]
 
@@ -26,6 +29,7 @@ class State:
     theta: Vec = alike(default_factory=Vec)
     v: Vec = alike(default_factory=Vec)
     D: Vec = alike(default_factory=Vec)  # taken, and not applied yet
+    n: dict[int, dict[str, float]] = own(default_factory=dict)  # examples since the last D, by parameter
     wire: Any = part(lambda: None)
 
 
@@ -34,6 +38,7 @@ class DiLoCo(Paper[State]):
     """Fragments are the names of their parameters; by default there is one, of all."""
 
     depends_on = ("slow_mo",)
+    weighs = True
 
     H: int
     lr: float = 0.7
@@ -50,14 +55,19 @@ class DiLoCo(Paper[State]):
     def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
         fragments = self.fragments or (tuple(s.theta),)
+        n = {i: {f: s.n.get(i, {}).get(f, 0) + w.weight[i] for f in s.theta} for i in w.ranks}
+        s = replace(s, n=n)
         for f, names in enumerate(fragments):
             since = w.step - f * self.H // len(fragments)
             if self.tau and s.D.only(names) and since % self.H == self.tau:
                 s, x = self._outer_step(s, x, names, self.alpha)
             if since >= 0 and since % self.H == 0:
                 theta = s.theta.only(names)
-                kept, D = w.wire.reduce(s.wire, {i: theta - x[i].only(names) for i in w.ranks}, w)
-                s = replace(s, D=Vec({**s.D, **D[w.ranks[0]]}), wire=kept)
+                changes = {i: theta - x[i].only(names) for i in w.ranks}
+                changes = weighted(changes, {i: s.n[i][names[0]] for i in w.ranks})
+                kept, D = w.wire.reduce(s.wire, changes, evenly(w))
+                n = {i: {**s.n[i], **dict.fromkeys(names, 0)} for i in w.ranks}
+                s = replace(s, D=Vec({**s.D, **D[w.ranks[0]]}), n=n, wire=kept)
                 if not self.tau:
                     s, x = self._outer_step(s, x, names, 0.0)
         return s, x

@@ -3,15 +3,15 @@
 Dean et al. 2012, "Large Scale Distributed Deep Networks"; Goyal et al. 2017, "Accurate, Large Minibatch SGD",
 equation 2.
 
-    g <- (c_1 g_1 + ... + c_p g_p) / p        p ranks; c_i what the examples of rank i count, 1 each
+    g <- (c_1 g_1 + ... + c_p g_p) / p        p ranks; c_i = p n_i / (n_1 + ... + n_p), n_i examples of rank i
     x <- x - u(g)                             u: the update of the optimizer
 
-With `sums` g is not divided by p. A gradient that some ranks lack counts as zero there.
+With `sums` g is g_1 + ... + g_p. A gradient that some ranks lack counts as zero there.
 """
 
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, filled, mean, total
+from mpisgd.methods.paper_kit import Paper, Vec, World, filled, mean, total, weighted
 
 __all__ = ["Synchronous"]
 
@@ -21,6 +21,7 @@ class Synchronous(Paper[None]):
     """Nothing is kept."""
 
     rounds = False
+    weighs = True
 
     sums: bool = False
 
@@ -29,5 +30,5 @@ class Synchronous(Paper[None]):
 
     def reduce(self, s: None, g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
         """See `Paper`."""
-        weighted = {i: g_i if w.weight[i] == 1 else w.weight[i] * g_i for i, g_i in filled(g).items()}
-        return None, dict.fromkeys(w.ranks, total(weighted, w) if self.sums else mean(weighted, w))
+        g = filled(g)
+        return None, dict.fromkeys(w.ranks, total(g, w) if self.sums else mean(weighted(g, w.weight), w))

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mpisgd.gradients.fusion_buffer import laid_out
 from mpisgd.method_state import LOST, OWNER, REBUILD
-from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World
+from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World, evenly, weighted
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.draws import BucketDraws, Layout
 
@@ -166,6 +166,8 @@ class PaperRun:
         """
         w = self._begin(weight)
         mine = {rank: Vec(g.get(rank, {})).only(self.x[rank]) for rank in self.ranks}
+        if not self.paper.weighs:
+            mine, w = weighted(mine, w.weight), evenly(w)
         self.state, reduced = self.paper.reduce(self.state, mine, w)
         reduced = {rank: between(grads) for rank, grads in reduced.items()}
         self.state, x = self.paper.update(self.state, self._seen(), reduced, w)

@@ -21,13 +21,16 @@ from mpisgd.tools.verification.programs.program import (
     Clip,
     Commit,
     Convert,
+    EndJoin,
     Event,
     FailedBackward,
+    Join,
     Layer,
     Lose,
     Optimizer,
     Program,
     Reload,
+    RunOut,
     SetFrozen,
     SetRate,
     Step,
@@ -308,6 +311,21 @@ def _fewer_and_more(program: Program) -> Program:
     return _after_step(more, 0, Reload(ranks=program.ranks - 1))
 
 
+def _uneven(program: Program) -> Program | None:
+    """Let a rank have no data in the last two steps, and another one none in the last, inside `join()`."""
+    if program.loses or program.ranks < 2:
+        return None
+    steps = [place for place, event in enumerate(program.events) if isinstance(event, Step)]
+    begin, middle = steps[-3] + 1, steps[-2] + 1
+    ordinary = (ZeroGrad, Backward, Step, Clip, Synchronize)
+    while begin < middle and not isinstance(program.events[begin], ordinary):
+        begin += 1  # what happens between two steps
+    last = 0 if program.is_resized else program.ranks - 1
+    early = (RunOut((1,)),) if program.ranks > 2 and not program.is_resized else ()
+    before, block, rest = program.events[:begin], program.events[begin:middle], program.events[middle:]
+    return replace(program, events=(*before, Join(), *early, *block, RunOut((last,)), *rest, EndJoin()))
+
+
 # -- the table ----------------------------------------------------------------------------------------
 
 
@@ -374,6 +392,7 @@ def _table() -> dict[str, Situation]:
         ("resumed beside the former", "state", lambda p: _after_step(p, 2, Reload(clears=False))),
         ("a rank fewer", "ranks state", _among_several(_fewer)),
         ("a rank fewer, then as before", "ranks state", _among_several(_fewer_and_more)),
+        ("uneven data", "ranks gradients window", _uneven),
         ("a rank is lost", "ranks state window", _among_several(_loses(0))),
         ("a rank is lost while it waits", "ranks state window", _among_several(_loses(5))),
     )

@@ -20,7 +20,7 @@ from mpisgd.tools.verification.papers import paper_of
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.option_text import evaluated
-from mpisgd.tools.verification.programs.program import Event, Optimizer, Program
+from mpisgd.tools.verification.programs.program import Event, Optimizer, Program, examples_of
 from mpisgd.tools.verification.programs.training import Training, initial_groups
 
 __all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "paper_among"]
@@ -142,6 +142,12 @@ class ByPaper:
                     training.do(event)
                 for part in self._parts:
                     part.note_groups(self._here)
+            case events.Join():
+                for training in self._all:
+                    training.examples = examples_of(self._program, range(self._num_ranks))
+            case events.RunOut() | events.EndJoin():
+                for training in self._all:
+                    training.do(event)
             case events.Broadcast():
                 self._copy_from(event.src, self._all[: self._num_ranks])
                 self._go_on(self._runs)
@@ -149,16 +155,23 @@ class ByPaper:
                 for _, training in self._here:
                     training.do(event)
 
+    @property
+    def _examples(self) -> dict[int, int]:
+        return self._all[0].examples
+
     def _step(self, event: events.Step) -> None:
         if event.closure and self._mixes_first:  # its first gradient is of what the ranks have before
             for _, training in self._here:
                 training.compute(event)
             event = events.Step()
         for part, run in zip(self._parts, self._runs, strict=True):
-            for optimizer in part.optimizers.values():
+            for rank, optimizer in part.optimizers.items():
                 optimizer.event = event
+                optimizer.rests = self._is_local and bool(self._examples) and rank not in self._examples
             frozen = part.frozen() if self._mixes else {}
-            run.step(part.grads(), self._clipped)
+            here = [rank for rank, _ in self._here]
+            weight = {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None
+            run.step(part.grads(), self._clipped, weight=weight)
             for rank, values in frozen.items():
                 for name, value in values.items():
                     _overwrite(part.params[rank][name], value)
@@ -270,10 +283,12 @@ class _Stepping:
     def __init__(self, training: Training, place: int) -> None:
         self._training, self._place = training, place
         self.event = events.Step()
+        self.rests = False  # it has no gradients, and no data
 
     def step(self) -> None:
         """Update the parameters by the gradients that they have."""
-        self._training.step(self.event, [self._place])
+        if not self.rests:
+            self._training.step(self.event, [self._place])
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the training keeps its state."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import mpisgd
+from mpisgd.gradients.weight import why_not_weighted
 from mpisgd.tools.verification.programs.lost_ranks import resumed_at, violation_of_losses
+from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import (
     ONE_BIT,
     AddGroup,
@@ -17,11 +20,15 @@ from mpisgd.tools.verification.programs.program import (
     Broadcast,
     Clip,
     Convert,
+    EndJoin,
     Event,
     FailedBackward,
+    Join,
     Program,
     Reload,
+    RunOut,
     SetFrozen,
+    SetRate,
     Step,
     Synchronize,
     ZeroGrad,
@@ -65,6 +72,7 @@ class _Walk:
     overflows: bool = False  # some of what there is
     is_unscaled: bool = False  # it has
     was_stepped: bool = False  # with those
+    with_data: set[int] = field(default_factory=set)  # inside `join()`
 
 
 def violation(program: Program) -> str:
@@ -82,8 +90,15 @@ def violation(program: Program) -> str:
         return broken
     walk = _begin(program)
     for event in program.events:
-        if broken := _after_other(walk, event) or _after_scaled(walk, event) or _after(walk, event):
+        if (
+            broken := _inside_join(walk, event)
+            or _after_other(walk, event)
+            or _after_scaled(walk, event)
+            or _after(walk, event)
+        ):
             return f"{event}: {broken}"
+    if walk.with_data:
+        return "join() without an end"
     if walk.window.has_skips and not walk.window.is_settled:
         return "it ends before a rank without a backward takes part in the reduction"
     if program.is_resized and walk.adds and _reduce_once(program):
@@ -129,6 +144,8 @@ def may_be_refused(program: Program) -> bool:
     walk = _begin(program)
     for event in program.events:
         _after(walk, event)
+    if program.is_uneven and _has_no_join(program):
+        return True
     is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
     return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
 
@@ -164,6 +181,54 @@ def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
         and not program.layers[place].frozen
         and place not in refrozen
     ]
+
+
+INSIDE_JOIN = (Backward, Step, ZeroGrad, Clip, Synchronize, SetRate, RunOut, EndJoin)
+
+
+def _inside_join(walk: _Walk, event: Event) -> str:
+    """Note who has data; return what is wrong with an event inside `join()`."""
+    window = walk.window
+    match event:
+        case Join():
+            if walk.with_data or window.passes or window.has_skips:
+                return "a join() inside another one, or within a window"
+            walk.with_data = {*range(walk.num_ranks)}
+            return ""
+        case RunOut() | EndJoin() if not walk.with_data:
+            return "it is not inside join()"
+        case RunOut(ranks=ranks):
+            walk.with_data -= {*ranks}
+            if not walk.with_data or window.passes:
+                return "nobody has data, or a rank runs out of it within a window"
+        case EndJoin():
+            walk.with_data = set()
+        case _ if walk.with_data and not isinstance(event, INSIDE_JOIN):
+            return "ranks without data do not come to it"
+        case Backward(skipped=skipped) if walk.with_data and skipped:
+            return "ranks without data have no backward anyway"
+    return ""
+
+
+def _has_no_join(program: Program) -> bool:
+    """Return whether mpisgd refuses `join()` for a method: it says why at its beginning."""
+    if any(optimizer.name in ONE_BIT for optimizer in program.optimizers):
+        return True
+    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
+    if len({*layers}) < len(layers):
+        return True
+    for optimizer in program.optimizers:
+        options = {name: evaluated(text) for name, text in optimizer.options if name in DECIDES_JOIN}
+        strategy = options.get("strategy", mpisgd.Synchronous())
+        compression = options.get("compression", mpisgd.Compression.none)
+        if not strategy.goes_with.uneven_data.goes or optimizer.option("op") == "mpisgd.Adasum":
+            return True
+        if not isinstance(compression, mpisgd.Compressor) or why_not_weighted(compression):
+            return True
+    return False
+
+
+DECIDES_JOIN = ("strategy", "compression")
 
 
 def _after_other(walk: _Walk, event: Event) -> str:

@@ -40,6 +40,8 @@ class DistributedTraining(Training):
 
     def __init__(self, program: Program) -> None:
         self.program, self._num_ranks = program, program.ranks
+        self._join: mpisgd.Join | None = None
+        self._is_out = False  # it has come to the end of the block before the others
         self._group = self.make_group()
         super().__init__(program, [mpisgd.rank()], self.weight_of(program))
 
@@ -54,7 +56,12 @@ class DistributedTraining(Training):
     @property
     def takes_part(self) -> bool:
         """Whether this rank trains now."""
-        return mpisgd.rank() < self._num_ranks
+        return mpisgd.rank() < self._num_ranks and not self._is_out
+
+    @property
+    def num_ranks(self) -> int:
+        """See `Training`."""
+        return self._num_ranks
 
     def make(self, place: int) -> Any:
         """See `Training`."""
@@ -76,6 +83,9 @@ class DistributedTraining(Training):
 
     def do(self, event: Event) -> None:
         """See `Training`."""
+        if self._is_out:
+            self._is_out = not isinstance(event, events.EndJoin)
+            return
         if not self.takes_part:
             self._follow(event)
             return
@@ -92,8 +102,39 @@ class DistributedTraining(Training):
             case events.Reload(ranks=ranks) if ranks:
                 self.reload(event)
 
+    def join(self) -> None:
+        """See `Training`."""
+        super().join()
+        changes_rate = any(isinstance(event, events.SetRate) for event in self.program.events)
+        follow = [self.scaler] if self.scaler is not None else [] if changes_rate else None
+        self._join = mpisgd.join(*self.optimizers, follow=follow)
+        self._join.__enter__()
+
+    def run_out(self, event: events.RunOut) -> None:
+        """See `Training`."""
+        super().run_out(event)
+        if mpisgd.rank() in event.ranks:
+            self.end_join()
+            self._is_out = True
+
+    def end_join(self) -> None:
+        """See `Training`."""
+        super().end_join()
+        assert self._join is not None
+        self._join.__exit__(None, None, None)
+
+    def compute(self, event: events.Step) -> Tensor:
+        """See `Training`."""
+        self._say_examples()
+        return super().compute(event)
+
+    def _say_examples(self) -> None:
+        if self.examples and self._join is not None and self.program.says_examples:
+            self._join.next_batch(examples=self.examples[mpisgd.rank()])
+
     def backward(self, event: events.Backward) -> None:
         """See `Training`."""
+        self._say_examples()
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers if event.no_sync else ():
                 stack.enter_context(optimizer.no_sync())

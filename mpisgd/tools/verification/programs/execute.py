@@ -42,6 +42,7 @@ CHANGING = (
     events.FailedBackward,
     events.Broadcast,
     events.Convert,
+    events.EndJoin,
 )
 EXACT_CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16")
 NEVER = 100  # steps; up to then two of the three that travel by one bit are Adam
@@ -178,6 +179,12 @@ class Joined(Training):
 
     def __init__(self, program: Program) -> None:
         super().__init__(program, range(program.ranks))
+
+    def weighted(self, rank: int, loss: Tensor) -> Tensor:
+        """See `Training`: a mean over the ranks counts as many examples of each as it has."""
+        if not self.examples or self.program.optimizers[0].sums:
+            return loss
+        return loss * (self.num_ranks * self.examples[rank] / sum(self.examples.values()))
 
 
 def copies(params: Iterable[Tensor]) -> list[Tensor]:

@@ -7,6 +7,7 @@ back by `parse`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +22,22 @@ __all__ = [
     "Clip",
     "Commit",
     "Convert",
+    "EndJoin",
     "Event",
     "FailedBackward",
+    "Join",
     "Layer",
     "Lose",
     "Optimizer",
     "Program",
     "Reload",
+    "RunOut",
     "SetFrozen",
     "SetRate",
     "Step",
     "Synchronize",
     "ZeroGrad",
+    "examples_of",
     "parse",
 ]
 
@@ -239,6 +244,23 @@ class Lose:
     waits: int = 0
 
 
+@dataclass(frozen=True)
+class Join:
+    """The beginning of a block of `join()`; see `examples_of` for what each rank's batches count in it."""
+
+
+@dataclass(frozen=True)
+class RunOut:
+    """The end of the data of some ranks, inside a `join()`: these come to the end of the block."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EndJoin:
+    """The end of the block for all others."""
+
+
 Event = (
     Backward
     | FailedBackward
@@ -254,6 +276,9 @@ Event = (
     | Convert
     | Commit
     | Lose
+    | Join
+    | RunOut
+    | EndJoin
 )
 
 
@@ -290,9 +315,33 @@ class Program:
         return any(isinstance(event, Reload) and event.ranks for event in self.events)
 
     @property
+    def is_uneven(self) -> bool:
+        """Whether some ranks may run out of data."""
+        return any(isinstance(event, Join) for event in self.events)
+
+    @property
+    def says_examples(self) -> bool:
+        """Whether ranks say how many examples they have: not where means count steps outside, too."""
+        strategies = [optimizer.option("strategy") for optimizer in self.optimizers]
+        averages_models = any(name in each for each in strategies for name in ("LocalSGD", "DiLoCo"))
+        return not averages_models and not any(optimizer.sums for optimizer in self.optimizers)
+
+    @property
     def loses(self) -> bool:
         """Whether ranks are lost."""
         return any(isinstance(event, Lose) for event in self.events)
+
+
+def examples_of(program: Program, ranks: Collection[int]) -> dict[int, int]:
+    """Return how many examples a batch of each rank has that has data: a power of two altogether.
+
+    1 each where nobody says how many there are.
+    """
+    if not program.says_examples:
+        return dict.fromkeys(ranks, 1)
+    first, *others = sorted(ranks)
+    total = 1 << len(others).bit_length()
+    return {first: total - len(others), **dict.fromkeys(others, 1)}
 
 
 def parse(text: str) -> Program:

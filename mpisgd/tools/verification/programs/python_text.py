@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.execute import has_reference
-from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Layer, Optimizer, Program
+from mpisgd.tools.verification.programs.program import (
+    ONE_BIT,
+    Event,
+    Layer,
+    Optimizer,
+    Program,
+    examples_of,
+)
 from mpisgd.tools.verification.programs.variants import ranks_agree
 
 __all__ = ["python_text"]
@@ -78,8 +85,12 @@ def _group(program: Program) -> list[str]:
 def _body(program: Program) -> Iterator[str]:
     """Yield the lines of `train`."""
     yield from _setup(program)
+    is_short = False
     for event in program.events:
         lines = list(_event(program, event))
+        is_short = (is_short or isinstance(event, events.RunOut)) and not isinstance(event, events.EndJoin)
+        if is_short and not isinstance(event, events.RunOut):
+            lines = ["if not (wraps and rank_ in out):", *_indented(lines, 1)]
         if program.is_resized and not (isinstance(event, events.Reload) and event.ranks):
             if isinstance(event, events.AddGroup):
                 yield from lines[:2]
@@ -100,6 +111,8 @@ def _setup(program: Program) -> Iterator[str]:
         yield f"p{place} = nn.Parameter({values}{', requires_grad=False' if layer.frozen else ''})"
     if program.is_resized:
         yield "group, takes_part = None, True"
+    if program.is_uneven:
+        yield "rank_, out, blocks, examples = mpisgd.rank(), set(), contextlib.ExitStack(), {}"
     if program.scaler:
         yield "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=10_000)"
         yield "scaler.scale(torch.zeros(()))"
@@ -172,7 +185,14 @@ def _backward(program: Program) -> Iterator[str]:
     scaled = "scaler.scale(sum(exist) * weight)" if program.scaler else "(sum(exist) * weight)"
     yield f"def backward(*batches, skipped=(){', overflow=()' if overflows else ''}):"
     yield "    there = [rank for rank in ranks if rank not in skipped]"
+    if program.is_uneven:
+        yield "    there = [rank for rank in there if rank in examples or not examples]"
+        if program.says_examples:
+            yield "    if wraps and examples:"
+            yield "        uneven.next_batch(examples=examples[rank_])"
     yield "    losses = [(rank, loss(rank, data)) for rank in there for data in batches]"
+    if program.is_uneven and not program.optimizers[0].sums:
+        infinite += " * (1 if wraps or not examples else size * examples[rank] / sum(examples.values()))"
     yield f"    exist = [each{infinite} for rank, each in losses if each is not None and each.requires_grad]"
     yield "    if exist:"
     yield f"        {scaled}.backward()"
@@ -343,6 +363,19 @@ def _event(program: Program, event: Event) -> Iterator[str]:
             yield f"opts = [{made}]"
             yield "[opt.load_state_dict(state) for opt, state in zip(opts, states)]"
             yield "[opt.zero_grad() for opt in opts]"
+        case events.Join():
+            rates = any(isinstance(event, events.SetRate) for event in program.events)
+            follow = "[scaler]" if program.scaler else "[]" if rates else "None"
+            yield f"uneven = blocks.enter_context(mpisgd.join(*opts, follow={follow})) if wraps else None"
+            size = "mpisgd.size()" if not program.is_resized else "(group.size if wraps else len(ranks))"
+            yield f"size, examples = {size}, {examples_text(program, event)}"
+        case events.RunOut():
+            yield f"out, examples = out | {set(event.ranks)}, {examples_text(program, event)}"
+            yield f"blocks.close() if wraps and rank_ in {list(event.ranks)} else None"
+        case events.EndJoin():
+            yield "examples = {}"
+            yield "blocks.close()"
+            yield "out = set()"
         case events.Commit():
             yield "state.commit()"
         case events.Lose():
@@ -361,6 +394,18 @@ def _event(program: Program, event: Event) -> Iterator[str]:
         case events.Convert():
             to = "memory_format=torch.channels_last" if event.channels_last else f"torch.{event.dtype}"
             yield f"nn.ParameterList([p{event.layer}]).to({to})"
+
+
+def examples_text(program: Program, until: Event) -> str:
+    """Return how many examples each rank with data has after an event, as Python."""
+    ranks, out = program.ranks, set[int]()
+    for event in program.events:
+        if isinstance(event, events.Reload) and event.ranks:
+            ranks = event.ranks
+        out |= {*event.ranks} if isinstance(event, events.RunOut) else set()
+        if event is until:
+            break
+    return repr(examples_of(program, {*range(ranks)} - out))
 
 
 def _named(program: Program) -> str:

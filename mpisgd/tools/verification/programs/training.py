@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.model import Model
-from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Optimizer, Program
+from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Optimizer, Program, examples_of
 
 __all__ = ["Training", "initial_groups"]
 
@@ -35,6 +35,7 @@ class Training:
         ranks: as given, until their number changes.
         weight: likewise.
         scaler: of the losses, if they are scaled.
+        examples: inside `join()`, how many a batch of each rank has that has data; {} elsewhere.
     """
 
     def __init__(self, program: Program, ranks: Collection[int], weight: float = 1.0) -> None:
@@ -42,6 +43,7 @@ class Training:
         self.model = Model(program)
         self.ranks, self.weight = ranks, weight
         self.scaler = _scaler() if program.scaler else None
+        self.examples: dict[int, int] = {}
         self._groups = [initial_groups(program, optimizer) for optimizer in program.optimizers]
         self.optimizers: list[Any] = [self.make(place) for place in range(len(program.optimizers))]
 
@@ -49,6 +51,11 @@ class Training:
     def takes_part(self) -> bool:
         """Whether it trains now."""
         return True
+
+    @property
+    def num_ranks(self) -> int:
+        """How many train now."""
+        return len(self.ranks)
 
     @property
     def members(self) -> Sequence[Training]:
@@ -115,6 +122,12 @@ class Training:
                 self.broadcast(event)
             case events.Convert():
                 self.convert(event)
+            case events.Join():
+                self.join()
+            case events.RunOut():
+                self.run_out(event)
+            case events.EndJoin():
+                self.end_join()
 
     def note_group(self, event: events.AddGroup) -> None:
         """Note that an optimizer has another group."""
@@ -127,15 +140,36 @@ class Training:
         layers = self.layers
         losses = {(rank, each): self.model.loss(rank, each, layers) for rank in ranks for each in data}
         exist = [
-            loss * math.inf if rank in overflow else loss
+            self.weighted(rank, loss * math.inf if rank in overflow else loss)
             for (rank, _), loss in losses.items()
             if loss is not None
         ]
         return torch.stack(exist).sum() * self.weight if exist else None
 
+    def weighted(self, rank: int, loss: Tensor) -> Tensor:
+        """Return what the loss of a rank counts."""
+        return loss
+
+    @property
+    def with_data(self) -> list[int]:
+        """Those of the ranks that have data."""
+        return [rank for rank in self.ranks if not self.examples or rank in self.examples]
+
+    def join(self) -> None:
+        """Begin a block of `join()`."""
+        self.examples = examples_of(self.program, range(self.num_ranks))
+
+    def run_out(self, event: events.RunOut) -> None:
+        """Go on with the losses of those that have data."""
+        self.examples = examples_of(self.program, {*self.examples} - {*event.ranks})
+
+    def end_join(self) -> None:
+        """End the block."""
+        self.examples = {}
+
     def backward(self, event: events.Backward) -> None:
         """Add to the gradients."""
-        ranks = [rank for rank in self.ranks if rank not in event.skipped]
+        ranks = [rank for rank in self.with_data if rank not in event.skipped]
         loss = self.loss(event.data, ranks, event.overflow)
         if loss is not None:
             torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss))
@@ -157,7 +191,7 @@ class Training:
     def compute(self, event: events.Step) -> Tensor:
         """Reset the gradients and compute new ones, as a closure; return the loss."""
         self.zero_grad(events.ZeroGrad())
-        loss = self.loss(event.closure, self.ranks)
+        loss = self.loss(event.closure, self.with_data)
         if loss is None:
             return torch.zeros((), dtype=torch.float64)
         torch.autograd.backward(loss)
