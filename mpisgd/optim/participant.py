@@ -92,6 +92,11 @@ class Participant:
         compressor = self.synchronizer.training.options.compression
         return why_not_weighted(compressor) or self.window.why_not_uneven
 
+    @property
+    def _params(self) -> list[Tensor]:
+        """The parameters; in a step the optimizer may have other ones."""
+        return [param for _, param in self.synchronizer.training.named]
+
     # -- from the beginning to the end --------------------------------------------------------------
 
     def enter(self, data: UnevenData, follows: Sequence[Any] | None) -> None:
@@ -163,7 +168,7 @@ class Participant:
         self._examples += examples
         assert self.window.uneven is not None
         if self.window.gradients.is_weighted:
-            self.window.uneven.next_batch(self.synchronizer.training.params, examples)
+            self.window.uneven.next_batch(self._params, examples)
 
     @property
     def step_examples(self) -> StepExamples:
@@ -207,7 +212,7 @@ class Participant:
             self._share_gradients(changed[0], takes=not self._data.has_data)
 
     def _fingerprints(self) -> list[int]:
-        grads = [param.grad for param in self.synchronizer.training.params]
+        grads = [param.grad for param in self._params]
         plain = [g for g in grads if g is not None and not isinstance(g, ShardedGradient)]
         values = iter(fingerprints(plain))
         return [0 if g is None else 1 if isinstance(g, ShardedGradient) else next(values) for g in grads]
@@ -219,7 +224,7 @@ class Participant:
 
     def _share_gradients(self, place: int, *, takes: bool) -> None:
         """Let ranks without data have the gradients of one that has some. Collective."""
-        group, params = self._data.group, self.synchronizer.training.params
+        group, params = self._data.group, self._params
         src = group.ranks[place]
         told: list[_Gradient] = broadcast_object([_form(param.grad) for param in params], src, group)
         dense = [param for param, form in zip(params, told, strict=True) if form.is_dense]
@@ -245,7 +250,7 @@ class Participant:
         self._agree(told)
         self.take_settings(settings)
         if not self.window.gradients.combines:  # what it has is of its last batch, and counted there
-            for param in self.synchronizer.training.params:
+            for param in self._params:
                 param.grad = None
         for name, value in scaling.items():
             setattr(self._optimizer, name, value)
@@ -267,13 +272,13 @@ class Participant:
     def perform_unscale(self, dtype: torch.dtype, factor: float, shape: tuple[int, ...]) -> None:
         """Unscale with the others."""
         assert isinstance(self.synchronizer, Piecewise)
-        device = self.synchronizer.training.params[0].device
+        device = self._params[0].device
         found_inf = torch.zeros(shape, device=device)
         self.synchronizer.unscale(dtype, found_inf, torch.tensor(factor, device=device))
 
     def perform_loss(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return everyone's loss."""
-        device = self.synchronizer.training.params[0].device
+        device = self._params[0].device
         return self.window.combine_loss(torch.zeros(shape, dtype=dtype, device=device))
 
 

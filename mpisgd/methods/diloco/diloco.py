@@ -352,6 +352,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
             for place, each in enumerate(parts):
                 first = place * strategy.sync_every // strategy.fragments
                 number = len(self._fragments)
+                state.examples.begin(str(number), again=False)
                 self._fragments.append(_Fragment(number, each, first, state, self.training, strategy))
 
     def arrive(self) -> None:

@@ -70,9 +70,15 @@ class ExampleCounts:
         else:
             self.plain = self.steps
 
-    def begin(self, name: str) -> None:
-        """Note that a mean was taken, or that its ranks have begun alike."""
-        self.since[name], self.taken[name] = self.steps, self.total
+    def begin(self, name: str, *, again: bool = True) -> None:
+        """Note that a mean was taken, or that what it is of is there from now on.
+
+        Args:
+            name: of the mean.
+            again: also where one was taken before.
+        """
+        if again or name not in self.since:
+            self.since[name], self.taken[name] = self.steps, self.total
 
     def of_mean(self, name: str, group: Group) -> list[Count] | None:
         """Return what all ranks have stepped with since a mean was last taken; None: all alike. Collective.

@@ -145,6 +145,10 @@ class ByPaper:
             case events.Join():
                 for training in self._all:
                     training.examples = examples_of(self._program, range(self._num_ranks))
+            case events.Clip() if self._examples:
+                for rank, training in self._here:
+                    if rank in self._examples:
+                        training.do(event)
             case events.RunOut() | events.EndJoin():
                 for training in self._all:
                     training.do(event)
