@@ -12,12 +12,17 @@ from mpisgd.errors import CollectiveMismatch
 __all__ = ["COMPARED", "Intention", "in_short", "mismatch_of"]
 
 UNEVEN = (
-    "the usual cause is that the ranks have unequal numbers of batches: give all as many, as "
-    "DistributedSampler(drop_last=True) does"
+    "the usual cause is that the ranks have unequal numbers of batches: train inside `with "
+    "optimizer.join():`, or give all as many, as DistributedSampler(drop_last=True) does"
 )
 ON_SOME_RANKS = "the usual cause is a call that only some ranks make, such as one behind `if rank() == 0`"
 # What messages call an operation of which the program has not called a function by its name.
-PHRASES = {"gradients": "reduces gradients", "shutdown": "has ended its program"}
+PHRASES = {
+    "gradients": "reduces gradients",
+    "shutdown": "has ended its program",
+    "join": "is inside join()",
+}
+ENDED_BEFORE_OTHERS = {"gradients", "shutdown"}
 LABELS = {"when": "step"}  # of what ranks compare, in sentences
 COMPARED = ("op", "dtype", "shape", "root", "device", "owner", "when")
 SHOWN_LINES = 5
@@ -75,7 +80,7 @@ def summary(told: Mapping[int, Intention]) -> str:
     if len(by_kind) > 1:
         sentence = ", ".join(f"{ranks_text(ranks)} {_does(kind, ranks)}" for kind, ranks in by_kind.items())
         if "shutdown" in by_kind:
-            return f"{sentence}; {UNEVEN if by_kind.keys() == PHRASES.keys() else ON_SOME_RANKS}"
+            return f"{sentence}; {UNEVEN if by_kind.keys() == ENDED_BEFORE_OTHERS else ON_SOME_RANKS}"
         return sentence
     (kind,) = by_kind
     for place, name in enumerate(COMPARED):
@@ -102,7 +107,7 @@ def _does(kind: str, ranks: Sequence[int]) -> str:
     phrase = PHRASES.get(kind, f"calls {kind}")
     if len(ranks) == 1:
         return phrase
-    plural = {"has": "have", "its": "their", "reduces": "reduce", "calls": "call"}
+    plural = {"has": "have", "its": "their", "reduces": "reduce", "calls": "call", "is": "are"}
     return " ".join(plural.get(word, word) for word in phrase.split(" "))
 
 

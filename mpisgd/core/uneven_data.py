@@ -87,7 +87,7 @@ class UnevenData:
 
     Attributes:
         group: as given.
-        performers: as given, and those that are no optimizer's.
+        performers: as given.
         examples: of this rank's batch.
         is_given: whether the program has said how many these are.
         has_data: whether this rank has data.
@@ -99,7 +99,7 @@ class UnevenData:
 
     def __init__(self, group: Group, performers: Mapping[str, Performer], *, throws: bool) -> None:
         self.group = group
-        self.performers = {**_performers, **performers}
+        self.performers = dict(performers)
         self.examples, self.is_given = 1, False
         self.has_data = True
         self.num_passes = self.num_examples = self.latest_examples = 0
@@ -201,11 +201,18 @@ class UnevenData:
             (name, key), detail = heard
             self._depth += 1
             try:
-                result = self.performers[name](told, detail, *key)
+                result = self._performer(name)(told, detail, *key)
             finally:
                 self._depth -= 1
             if name == until:
                 return result
+
+    def _performer(self, name: str) -> Performer:
+        found = self.performers.get(name) or _performers.get(name)
+        if found is None:
+            refuse(name, "this rank has nothing of the kind: run one program on all ranks")
+        assert found is not None
+        return found
 
     # -- between them -------------------------------------------------------------------------------
 
@@ -261,8 +268,9 @@ class UnevenData:
     def _check(self, table: Sequence[Sequence[int]], active: Sequence[int], mine: Any) -> None:
         if self._throws and len(active) < len(table):
             ended = [self.group.ranks[place] for place in range(len(table)) if place not in active]
+            has = "has" if len(ended) == 1 else "have"
             raise DataExhausted(
-                f"join: {ranks_text(ended)} of group '{self.group.name}' have no more data, and "
+                f"join: {ranks_text(ended)} of group '{self.group.name}' {has} no more data, and "
                 "throw_on_early_termination=True"
             )
         if len({table[place][0] & IS_GIVEN for place in active}) > 1:

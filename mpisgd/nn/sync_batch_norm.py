@@ -132,7 +132,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def _add_up(self) -> Callable[[Tensor], object]:
         """Return the in-place sum over the ranks that backward calls."""
-        return partial(all_reduce, group=group_or_world(self.process_group))
+        group = group_or_world(self.process_group)
+        if (data := group.queue.uneven) is not None:
+            return partial(_add_up_weighted, group=group, examples=data.examples)
+        return partial(all_reduce, group=group)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Check the shape before anything is sent; `super().forward` calls it too."""
@@ -178,6 +181,16 @@ class SyncBatchNorm(_BatchNorm):
             InvalidArgument: `process_group` is no group of ours; a lazy BatchNorm does not know its channels.
         """
         return converted(module, cls, _as_group(process_group), {})
+
+
+def _add_up_weighted(sums: Tensor, group: Group, examples: int) -> None:
+    """Add up what comes of the losses of ranks that count as much as they have examples.
+
+    The gradients of this rank will be multiplied by its examples, and those of the others by theirs.
+    """
+    sums.mul_(examples)
+    all_reduce(sums, group=group)
+    sums.div_(examples)
 
 
 class _Layers:

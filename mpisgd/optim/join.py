@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.collectives.all_reduce import all_reduce as all_reduce  # which ranks without data must know
+from mpisgd.collectives.barrier import barrier as barrier  # likewise
 from mpisgd.collectives.objects import all_gather_object, broadcast_object
 from mpisgd.core.group import Group
 from mpisgd.core.owner import owned_by
@@ -205,21 +207,28 @@ class Join:
                     window.reduce()
 
     def _share_counts(self, data: UnevenData) -> None:
-        """Let all have what keeps count, and the settings, of a rank that has trained longest. Collective."""
+        """Let all have what keeps count, settings and gradients of one that has trained longest. Collective.
+
+        Those that ran out of data before do not know whether gradients were reset after the last step.
+        """
         if data.last is None:
             return
         src = data.group.ranks[data.last.first]
         mine = None
         if data.group.rank == data.last.first:
             settings = {number: each.settings for number, each in self._participants.items()}
-            mine = settings, [each.state_dict() for each in self._follow or ()]
+            begins = {number: each.window.is_first for number, each in self._participants.items()}
+            mine = settings, [each.state_dict() for each in self._follow or ()], begins
         with owned_by(None):
-            settings, states = broadcast_object(mine, src, data.group)
+            settings, states, begins = broadcast_object(mine, src, data.group)
         if data.group.rank != data.last.first:
             for number, each in self._participants.items():
                 each.take_settings(settings[number])
             for each, state in zip(self._follow or (), states, strict=True):
                 each.load_state_dict(state)
+        was_short = data.last.examples[data.group.rank] == 0
+        for number, participant in sorted(self._participants.items()):
+            participant.take_gradients(begins[number], data.last.first, takes=was_short)
 
 
 def _raise_on_every_rank(text: str) -> None:

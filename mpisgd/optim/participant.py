@@ -236,6 +236,20 @@ class Participant:
             if not form.stays:
                 param.grad = next(arrived) if form.is_dense else form.other
 
+    def take_gradients(self, begins: bool, place: int, *, takes: bool) -> None:
+        """Go on from the gradients of a rank that has trained longest, after the block. Collective.
+
+        Args:
+            begins: whether it has begun a window since its last reduction.
+            place: of this rank.
+            takes: whether this one has run out of data before.
+        """
+        if not self.window.gradients.combines or not self._data.last or not self._data.last.is_short:
+            return
+        if takes and begins:
+            self._optimizer.zero_grad()
+        self._share_gradients(place, takes=takes)
+
     # -- on a rank without data ---------------------------------------------------------------------
 
     def perform_reduce(self, _: Told, is_first: bool) -> None:
