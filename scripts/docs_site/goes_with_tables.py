@@ -30,6 +30,7 @@ ROWS = {
     "grad_scaler": "GradScaler",
     "sparse_gradients": "sparse gradients",
     "closures": "`step(closure)`",
+    "uneven_data": "`join()`",
     "repeats": "the same result in every run",
     "elastic": "elastic training",
     "checkpoint": "checkpoint",
