@@ -139,15 +139,23 @@ def may_be_refused(program: Program) -> bool:
 
     Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
     optimizer only, or to None. Nobody else may read gradients that are divided. Parameters whose first
-    gradient comes late are refused by 1-bit optimizers.
+    gradient comes late are refused by 1-bit optimizers, sparse gradients by Adasum, and `join()` by methods
+    that do not go with it.
     """
     walk = _begin(program)
     for event in program.events:
         _after(walk, event)
-    if program.is_uneven and _has_no_join(program):
+    if (program.is_uneven and _has_no_join(program)) or _sums_sparse_otherwise(program):
         return True
     is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
     return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
+
+
+def _sums_sparse_otherwise(program: Program) -> bool:
+    """Return whether gradients are sparse that are combined by something else than a sum."""
+    if not any("sparse" in layer.kind for layer in program.layers):
+        return False
+    return any(optimizer.option("op") == "mpisgd.Adasum" for optimizer in program.optimizers)
 
 
 def _reads_divided(program: Program) -> bool:
