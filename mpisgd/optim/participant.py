@@ -263,9 +263,7 @@ class Participant:
         settings, scaling = detail
         self._agree(told)
         self.take_settings(settings)
-        if not self.window.gradients.combines:  # what it has is of its last batch, and counted there
-            for param in self._params:
-                param.grad = None
+        own = self._hide_own_gradients()
         for name, value in scaling.items():
             setattr(self._optimizer, name, value)
         try:
@@ -276,7 +274,18 @@ class Participant:
         finally:
             for name in scaling:
                 vars(self._optimizer).pop(name, None)
+            for param, grad in own:
+                param.grad = grad
         self._settings = self._comparable()
+
+    def _hide_own_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Take away what a rank that trains by itself has of its last batch, which it has stepped with."""
+        if self.window.gradients.combines:
+            return []
+        own = [(param, param.grad) for param in self._params if param.grad is not None]
+        for param, _ in own:
+            param.grad = None
+        return own
 
     def perform_clip(self, *arguments: Any) -> None:
         """Clip with the others."""

@@ -5,8 +5,10 @@ Most of what is drawn is allowed; what mpisgd refuses is counted, and what `cont
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fuzzing.choices import (
     CASTS,
@@ -33,12 +35,15 @@ from mpisgd.tools.verification.programs.program import (
     Broadcast,
     Clip,
     Convert,
+    EndJoin,
     Event,
     FailedBackward,
+    Join,
     Layer,
     Optimizer,
     Program,
     Reload,
+    RunOut,
     SetFrozen,
     SetRate,
     Step,
@@ -49,6 +54,7 @@ from mpisgd.tools.verification.programs.program import (
 __all__ = ["MAX_RANKS", "draw"]
 
 MAX_RANKS = 4
+UNEVEN_SHARE = 0.2
 
 
 def draw(
@@ -70,7 +76,25 @@ def draw(
     while True:
         program = _Draw(seed, random_, size, hosts, strategy).program()
         if not violation(program):
-            return program
+            break
+    uneven = _with_uneven_data(program, random.Random(f"uneven {seed}"))
+    return program if violation(uneven) else uneven
+
+
+def _with_uneven_data(program: Program, chance: random.Random) -> Program:
+    """Return the program with a part inside `join()` in which ranks run out of data; or as it is, mostly."""
+    steps = [place for place, event in enumerate(program.events) if isinstance(event, Step)]
+    if len(steps) < 2 or program.ranks == 1 or program.is_resized or chance.random() > UNEVEN_SHARE:
+        return program
+    first = chance.randrange(len(steps) - 1)
+    last = chance.randrange(first + 1, len(steps))
+    left = chance.sample(range(program.ranks), program.ranks)
+    events = [*program.events[: steps[first] + 1], Join()]
+    for before, step in itertools.pairwise(steps[first : last + 1]):
+        if len(left) > 1 and chance.random() < 0.6:
+            events.append(RunOut((left.pop(),)))
+        events += program.events[before + 1 : step + 1]
+    return replace(program, events=(*events, EndJoin(), *program.events[steps[last] + 1 :]))
 
 
 class _Draw:

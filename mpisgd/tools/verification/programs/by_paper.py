@@ -287,11 +287,12 @@ class _Stepping:
     def __init__(self, training: Training, place: int) -> None:
         self._training, self._place = training, place
         self.event = events.Step()
-        self.rests = False  # it has no gradients, and no data
+        self.rests = False  # it has no data, and no gradients but those of others
 
     def step(self) -> None:
         """Update the parameters by the gradients that they have."""
-        if not self.rests:
+        params = self._training.params_of(self._place)
+        if not self.rests or any(param.grad is not None for param in params):
             self._training.step(self.event, [self._place])
 
     def state_dict(self) -> dict[str, Any]:
