@@ -281,7 +281,7 @@ class UnevenData:
                 "on all ranks, or on none",
             )
         if len({table[place][1] for place in active}) > 1:
-            texts = self._gather_objects(NOTHING if mine is None else _text(mine))
+            texts = self.gather_objects(NOTHING if mine is None else _text(mine))
             lines = [f"  rank {rank}: {text}" for rank, text in zip(self.group.ranks, texts, strict=True)]
             raise CollectiveMismatch(
                 f"inside join() the ranks of group '{self.group.name}' that have data must do the same:\n"
@@ -291,9 +291,10 @@ class UnevenData:
     def _passed_on(self, mine: tuple[Any, Callable[[], Any]], first: int) -> Any:
         """Return what the first rank that has data is about to do, with its detail. Collective."""
         act, detail = mine
-        return self._gather_objects((act, detail()) if self.group.rank == first else None)[first]
+        return self.gather_objects((act, detail()) if self.group.rank == first else None)[first]
 
-    def _gather_objects(self, mine: Any) -> list[Any]:
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Return the objects of all ranks, in the group's order. Collective."""
         everyones: list[Any] = []
         queue = self.group.queue
         self._depth += 1

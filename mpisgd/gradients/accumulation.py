@@ -21,7 +21,7 @@ from mpisgd.core.owner import Owner
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.gradients.backward_hooks import BackwardHooks
-from mpisgd.gradients.uneven_window import LOSS, UnevenWindow
+from mpisgd.gradients.uneven_window import LOSS, Begun, UnevenWindow
 from mpisgd.gradients.weight import Count
 from mpisgd.gradients.windows import windows_of
 
@@ -275,6 +275,13 @@ class AccumulationWindow:
         """Whether nothing was reduced since the last step or reset."""
         return self.num_reductions == self._reductions_before
 
+    @property
+    def begun(self) -> Begun:
+        """What ranks without data must know of the next reduction."""
+        params = enumerate(self.gradients.params)
+        still = [index for index, param in params if not param.requires_grad and param.grad is not None]
+        return Begun(self.is_first, tuple(still))
+
     def _backward_ended(self) -> None:
         self._in_pass = False
         if self.uneven is not None:
@@ -304,7 +311,7 @@ class AccumulationWindow:
         if self.uneven is None or not self.gradients.combines:
             self.gradients.reduce(self.when, observed, in_step=in_step)
         else:
-            with self.uneven.reducing(is_first=self.is_first) as counts:
+            with self.uneven.reducing(self.begun) as counts:
                 if self.gradients.is_weighted:
                     self.gradients.weigh(counts)
                 self.gradients.reduce(self.when, observed, in_step=in_step)

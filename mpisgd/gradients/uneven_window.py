@@ -7,6 +7,7 @@ nothing.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,21 @@ from torch import Tensor
 from mpisgd.core.uneven_data import UnevenData
 from mpisgd.gradients.weight import Count
 
-__all__ = ["UnevenWindow"]
+__all__ = ["Begun", "UnevenWindow"]
 
 REDUCE, LOSS = "reduce", "loss"
+
+
+class Begun(NamedTuple):
+    """What ranks without data must know of a reduction of the others.
+
+    Attributes:
+        is_first: whether nothing was reduced since their last step or reset.
+        still: the parameters that are frozen and have a gradient all the same, from before: they take part.
+    """
+
+    is_first: bool = True
+    still: tuple[int, ...] = ()
 
 
 class UnevenWindow:
@@ -31,14 +44,14 @@ class UnevenWindow:
     Attributes:
         data: as given.
         place: as given.
-        others_begin: whether the ranks with data have reduced nothing in their window; on one without.
+        others: what the ranks with data have begun; on one without.
     """
 
     def __init__(
         self, data: UnevenData, place: int, reset: Callable[[], None], reduced: Callable[[], None]
     ) -> None:
         self.data, self.place = data, place
-        self.others_begin = True
+        self.others = Begun()
         self._reset, self._reduced = reset, reduced
         self.restart()
 
@@ -70,20 +83,16 @@ class UnevenWindow:
         """Have nothing to contribute to what is reduced next, on a rank without data, but what is left."""
         if self.data.has_data or self.count.passes:
             return
-        if self.others_begin:
+        if self.others.is_first:
             self._reset()
-        for param in params:
-            param.grad = None
+        for index, param in enumerate(params):
+            param.grad = torch.zeros_like(param) if index in self.others.still else None
 
     @contextlib.contextmanager
-    def reducing(self, *, is_first: bool) -> Iterator[list[Count]]:
-        """Tell the others that gradients are reduced; return what all ranks have computed them of.
-
-        Args:
-            is_first: whether it is the first reduction of a window.
-        """
-        with self.data.act(REDUCE, self.place, detail=lambda: is_first):
-            mine = self.count._replace(again=int(not is_first))
+    def reducing(self, begun: Begun) -> Iterator[list[Count]]:
+        """Tell the others that gradients are reduced; return what all ranks have computed them of."""
+        with self.data.act(REDUCE, self.place, detail=lambda: begun):
+            mine = self.count._replace(again=int(not begun.is_first))
             counts = [Count(*row) for row in self.data.gather(mine)]
             self.restart()
             yield counts

@@ -25,6 +25,7 @@ from mpisgd.core.uneven_data import UnevenData
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch
 from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.uneven_window import Begun
 
 __all__ = ["GroupWindows", "Window", "windows_of"]
 
@@ -83,8 +84,8 @@ class Window(Protocol):
         """Reduce what there is. Collective."""
 
     @property
-    def is_first(self) -> bool:
-        """Whether nothing was reduced since the last step or reset."""
+    def begun(self) -> Begun:
+        """What ranks without data must know of the next reduction."""
 
 
 class GroupWindows:
@@ -195,7 +196,7 @@ class GroupWindows:
         bits = bytes([WAITS if awaited >= 0 else AFTER_BACKWARD, *mine])
         if self.uneven is None:
             return self._tell_and_reduce(group, alive, bits, reached, awaited, in_step=in_step)
-        with self.uneven.act(EXCHANGE, detail=lambda: {n: w.is_first for n, w in alive.items()}):
+        with self.uneven.act(EXCHANGE, detail=lambda: {n: w.begun for n, w in alive.items()}):
             return self._tell_and_reduce(group, alive, bits, reached, awaited, in_step=in_step)
 
     def _tell_and_reduce(

@@ -20,6 +20,7 @@ from mpisgd.core.owner import owned_by
 from mpisgd.core.uneven_data import Told, UnevenData, refuse
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.uneven_window import Begun
 from mpisgd.gradients.windows import EXCHANGE, windows_of
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.participant import Participant, performers_of
@@ -185,10 +186,10 @@ class Join:
 
     # -- a rank without data ------------------------------------------------------------------------
 
-    def _exchange(self, told: Told, are_first: dict[int, bool]) -> None:
+    def _exchange(self, told: Told, begun: dict[int, Begun]) -> None:
         for number, each in self._participants.items():
-            if each.window.uneven is not None and number in are_first:
-                each.window.uneven.others_begin = are_first[number]
+            if each.window.uneven is not None and number in begun:
+                each.window.uneven.others = begun[number]
         assert self._data is not None
         windows_of(self._data.group).take_part(self._data.group)
 
@@ -200,9 +201,9 @@ class Join:
             window = self._participants[number].window
             if not window.gradients.combines or window.uneven is None:
                 continue
-            rows = data.gather([window.uneven.count.passes, int(window.is_first)])
-            if any(passes for passes, _ in rows):
-                window.uneven.others_begin = all(first for passes, first in rows if passes)
+            told = data.gather_objects((window.uneven.count.passes, window.begun))
+            if left := [begun for passes, begun in told if passes]:
+                window.uneven.others = left[0]
                 with data.act("reduce"):
                     window.reduce()
 

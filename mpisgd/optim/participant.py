@@ -18,7 +18,7 @@ from mpisgd.collectives.objects import broadcast_object
 from mpisgd.core.owner import Owner, owned_by
 from mpisgd.core.uneven_data import Performer, Told, UnevenData, refuse
 from mpisgd.gradients.accumulation import AccumulationWindow
-from mpisgd.gradients.uneven_window import LOSS, REDUCE, UnevenWindow
+from mpisgd.gradients.uneven_window import LOSS, REDUCE, Begun, UnevenWindow
 from mpisgd.gradients.weight import why_not_weighted
 from mpisgd.methods.sharded.piecewise import UNSCALE, Piecewise
 from mpisgd.methods.strategy.example_counts import StepExamples
@@ -252,10 +252,10 @@ class Participant:
 
     # -- on a rank without data ---------------------------------------------------------------------
 
-    def perform_reduce(self, _: Told, is_first: bool) -> None:
+    def perform_reduce(self, _: Told, begun: Begun) -> None:
         """Reduce gradients with the others."""
         assert self.window.uneven is not None
-        self.window.uneven.others_begin = is_first
+        self.window.uneven.others = begun
         self.window.reduce()
 
     def perform_step(self, told: Told, detail: Any, has_closure: bool) -> None:

@@ -145,7 +145,7 @@ class ByPaper:
             case events.Join():
                 for training in self._all:
                     training.examples = examples_of(self._program, range(self._num_ranks))
-            case events.Clip() if self._examples:
+            case events.Clip() | events.ZeroGrad() if self._examples and self._is_local:
                 for rank, training in self._here:
                     if rank in self._examples:
                         training.do(event)
@@ -175,7 +175,10 @@ class ByPaper:
             frozen = part.frozen() if self._mixes else {}
             here = [rank for rank, _ in self._here]
             weight = {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None
-            run.step(part.grads(), self._clipped, weight=weight)
+            grads = part.grads()
+            kept = {rank: grads.pop(rank) for rank in here if self._is_local and weight and not weight[rank]}
+            run.step(grads, self._clipped, weight=weight)
+            part.give(kept)
             for rank, values in frozen.items():
                 for name, value in values.items():
                     _overwrite(part.params[rank][name], value)
@@ -265,6 +268,12 @@ class _Part:
             rank: {name: param.grad for name, param in params.items() if param.grad is not None}
             for rank, params in self.params.items()
         }
+
+    def give(self, grads: dict[int, dict[str, Tensor]]) -> None:
+        """Give ranks the gradients back that they did not step with."""
+        for rank, mine in grads.items():
+            for name, grad in mine.items():
+                self.params[rank][name].grad = grad
 
     def frozen(self) -> dict[int, dict[str, Tensor]]:
         """Return copies of the parameters that are not trained, which ranks do not mix."""
