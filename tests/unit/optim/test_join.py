@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import mpisgd
-from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
+from mpisgd import elastic
+from mpisgd.job.threads_as_ranks import RankFailed, lose_ranks, run_ranks
 
 BATCHES = (5, 3, 0, 4)  # of each rank
 
@@ -575,6 +576,38 @@ def test_an_exception_inside_ends_the_block():
         mpisgd.broadcast(torch.zeros(1), 0)
 
     run_ranks(2, program)
+
+
+@pytest.mark.filterwarnings("ignore:.*failed and nobody waited:RuntimeWarning")
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_others_go_on_where_a_rank_is_lost_inside(lost):
+    """Rank 2 has run out of data, or rank 0 is in the middle of its own."""
+
+    def program():
+        me, (model, optimizer) = mpisgd.rank(), wrapped()
+        state = elastic.State(model=model, optimizer=optimizer, epoch=0)
+        tries = []
+
+        @elastic.run
+        def go_on(state):
+            tries.append(mpisgd.size())
+            while state.epoch < 2:
+                with state.optimizer.join():
+                    for step in range(4 - me):
+                        if me == lost and state.epoch == 1:
+                            lose_ranks(lost)
+                        state.optimizer.zero_grad()
+                        loss_of(state.model, *batch(me, step)).backward()
+                        state.optimizer.step()
+                state.epoch += 1
+                state.commit()
+
+        go_on(state)
+        mpisgd.check_in_sync(state.model)
+        return tries
+
+    ends = run_ranks(3, program, losses=())
+    assert [end for rank, end in enumerate(ends) if rank != lost] == [[3, 2]] * 2
 
 
 def test_a_second_block_goes_on_from_the_first():
