@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -77,12 +77,23 @@ def performs(name: str) -> Callable[[P], P]:
     return register
 
 
+class AddingUp(Protocol):
+    """A sum over the ranks, as a part of an operation in the queue."""
+
+    def begin(self) -> None:
+        """Do what comes before the operation's consistency check."""
+
+    def run(self) -> None:
+        """Do the rest."""
+
+
 class UnevenData:
     """What the ranks of a group agree on while some may run out of data.
 
     Args:
         group: the ranks.
         performers: what a rank without data does for each act of the optimizers, by its name.
+        add_up: returns what adds up a flat tensor over the ranks, as a part of an operation.
         throws: whether all ranks raise as soon as one has no more data.
 
     Attributes:
@@ -97,7 +108,15 @@ class UnevenData:
         last: what was told before the latest act.
     """
 
-    def __init__(self, group: Group, performers: Mapping[str, Performer], *, throws: bool) -> None:
+    def __init__(
+        self,
+        group: Group,
+        performers: Mapping[str, Performer],
+        add_up: Callable[[Tensor], AddingUp],
+        *,
+        throws: bool,
+    ) -> None:
+        self._add_up = add_up
         self.group = group
         self.performers = dict(performers)
         self.examples, self.is_given = 1, False
@@ -216,23 +235,19 @@ class UnevenData:
 
     # -- between them -------------------------------------------------------------------------------
 
-    def gather(self, mine: Sequence[int]) -> list[list[int]]:
+    def gather(self, mine: Sequence[int], what: str = "numbers of all ranks") -> list[list[int]]:
         """Return the numbers of all ranks, in the group's order. Collective; inside an act."""
-        rows = torch.empty(self.group.size, len(mine), dtype=torch.int64)
-        self._all_gather(rows, torch.tensor(list(mine), dtype=torch.int64), "numbers of all ranks")
-        numbers: list[list[int]] = rows.tolist()
-        return numbers
-
-    def _all_gather(self, rows: Tensor, mine: Tensor, what: str) -> None:
-        queue = self.group.queue
+        rows = torch.zeros(self.group.size, len(mine), dtype=torch.int64)
+        rows[self.group.rank] = torch.tensor(list(mine), dtype=torch.int64)
+        sum_of_rows = self._add_up(rows.view(-1))
         self._depth += 1
         try:
             with owned_by(None):  # a rank without data is in no optimizer's step
-                queue.run(
-                    Operation("join", extra=what), lambda: queue.communicator.all_gather(rows.view(-1), mine)
-                )
+                self.group.queue.run(Operation("join", extra=what), sum_of_rows.run, before=sum_of_rows.begin)
         finally:
             self._depth -= 1
+        numbers: list[list[int]] = rows.tolist()
+        return numbers
 
     def _exchange(
         self, mine: tuple[str, tuple[Any, ...]] | None, detail: Callable[[], Any], note: int
@@ -248,10 +263,7 @@ class UnevenData:
         """
         bits = 0 if mine is None else HAS_DATA | (IS_GIVEN if self.is_given else 0) | note * NOTE
         digest = 0 if mine is None else _digest(mine)
-        rows = torch.empty(self.group.size, 3, dtype=torch.int64)
-        told = torch.tensor([bits, digest, self.examples if mine is not None else 0], dtype=torch.int64)
-        self._all_gather(rows, told, "what comes next")
-        table: list[list[int]] = rows.tolist()
+        table = self.gather([bits, digest, self.examples if mine is not None else 0], "what comes next")
         active = [place for place, row in enumerate(table) if row[0] & HAS_DATA]
         if not active:
             return None, None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpisgd.arguments import check_flag, check_positive, shown
-from mpisgd.collectives.all_reduce import all_reduce as all_reduce  # which ranks without data must know
+from mpisgd.collectives.all_reduce import reduce_ahead
 from mpisgd.collectives.barrier import barrier as barrier  # likewise
 from mpisgd.collectives.objects import all_gather_object, broadcast_object
 from mpisgd.core.group import Group
@@ -133,7 +133,9 @@ class Join:
         self._check(participants, group)
         self._participants = {each.number: each for each in participants}
         performers = {**performers_of(self._participants), EXCHANGE: self._exchange}
-        data = UnevenData(group, performers, throws=self._throws)
+        data = UnevenData(
+            group, performers, lambda flat: reduce_ahead(group, flat, ReduceOp.SUM), throws=self._throws
+        )
         for each in participants:
             each.enter(data, self._follow)
         windows_of(group).uneven = data

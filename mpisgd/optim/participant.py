@@ -183,7 +183,8 @@ class Participant:
         if not self._data.has_data:
             return 0
         note = 0
-        if self.window.gradients.combines and self._seen != self._fingerprints():
+        # Where all had data at the reduction nobody has noted anything, and who has none now takes them over.
+        if self.window.gradients.combines and (self._seen is None or self._seen != self._fingerprints()):
             note |= CHANGED
         if self._follows is None and self._settings != self._comparable():
             note |= SETTINGS
