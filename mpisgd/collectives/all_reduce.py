@@ -22,10 +22,10 @@ from mpisgd.collectives.dispatch import (
 )
 from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output
-from mpisgd.collectives.uneven import beside_ranks_without_data, group_like, neutral
+from mpisgd.collectives.uneven import beside_ranks_without_data, neutral
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.uneven_data import Told, performs
+from mpisgd.core.uneven_data import UnevenData, performs
 from mpisgd.core.work import Work
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op
 from mpisgd.errors import InvalidArgument
@@ -109,8 +109,7 @@ class _KnownCall(NamedTuple):
 
 @performs("all_reduce")
 def _beside_others(
-    told: Told,
-    detail: None,
+    data: UnevenData,
     ranks: tuple[int, ...],
     ordinal: int,
     op: str,
@@ -120,7 +119,7 @@ def _beside_others(
 ) -> None:
     """Call it on a rank without data."""
     tensor = neutral(ReduceOp[op], dtype, shape)
-    all_reduce(tensor, ReduceOp[op], group_like(ranks, ordinal), algorithm=algorithm)
+    all_reduce(tensor, ReduceOp[op], data.group_like(ranks, ordinal), algorithm=algorithm)
 
 
 def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool) -> Work | None:

@@ -1,10 +1,10 @@
 """`barrier`."""
 
 from mpisgd.arguments import check_timeout
-from mpisgd.collectives.uneven import beside_ranks_without_data, group_like
+from mpisgd.collectives.uneven import beside_ranks_without_data
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.uneven_data import Told, performs
+from mpisgd.core.uneven_data import UnevenData, performs
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
 
@@ -36,6 +36,6 @@ def barrier(
 
 
 @performs(NAME)
-def _beside_others(told: Told, detail: None, ranks: tuple[int, ...], ordinal: int) -> None:
+def _beside_others(data: UnevenData, ranks: tuple[int, ...], ordinal: int) -> None:
     """Call it on a rank without data."""
-    barrier(group_like(ranks, ordinal))
+    barrier(data.group_like(ranks, ordinal))

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.group import Group
-from mpisgd.core.uneven_data import UnevenData, acting, refuse
+from mpisgd.core.uneven_data import UnevenData, acting
 from mpisgd.dtypes import ReduceOp
-from mpisgd.job.lifecycle import current_job
 
-__all__ = ["beside_ranks_without_data", "group_like", "neutral"]
+__all__ = ["beside_ranks_without_data", "neutral"]
 
 
 @contextlib.contextmanager
@@ -55,12 +54,3 @@ def neutral(op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     limits = torch.finfo(dtype) if floating else torch.iinfo(dtype)
     highest, lowest = (float("inf"), float("-inf")) if floating else (limits.max, limits.min)
     return torch.full(shape, highest if op is ReduceOp.MIN else lowest, dtype=dtype)
-
-
-def group_like(ranks: tuple[int, ...], ordinal: int) -> Group:
-    """Return the group of this rank that others have named."""
-    for group in current_job().groups:
-        if group.ranks == ranks and group.ordinal == ordinal:
-            return group
-    refuse(f"a collective of the ranks {list(ranks)}", "this rank has no such group")
-    raise AssertionError("it has raised")

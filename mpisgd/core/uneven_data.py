@@ -68,7 +68,7 @@ _performers: dict[str, Performer] = {}  # of acts that are no optimizer's
 
 
 def performs(name: str) -> Callable[[P], P]:
-    """Decorate what a rank without data does for an act that is no optimizer's."""
+    """Decorate what a rank without data does for an act that is no optimizer's, with the act's key."""
 
     def register(performer: P) -> P:
         _performers[name] = performer
@@ -220,18 +220,23 @@ class UnevenData:
             (name, key), detail = heard
             self._depth += 1
             try:
-                result = self._performer(name)(told, detail, *key)
+                perform = self.performers.get(name)
+                result = _shared(name)(self, *key) if perform is None else perform(told, detail, *key)
             finally:
                 self._depth -= 1
             if name == until:
                 return result
 
-    def _performer(self, name: str) -> Performer:
-        found = self.performers.get(name) or _performers.get(name)
-        if found is None:
-            refuse(name, "this rank has nothing of the kind: run one program on all ranks")
-        assert found is not None
-        return found
+    def group_like(self, ranks: tuple[int, ...], ordinal: int) -> Group:
+        """Return the group of this rank that others have named.
+
+        Raises:
+            InvalidArgument: there is none.
+        """
+        found = [each for each in self._groups() if each.ranks == ranks and each.ordinal == ordinal]
+        if not found:
+            refuse(f"a collective of the ranks {list(ranks)}", "this rank has no such group")
+        return found[0]
 
     # -- between them -------------------------------------------------------------------------------
 
@@ -319,6 +324,12 @@ class UnevenData:
         finally:
             self._depth -= 1
         return everyones
+
+
+def _shared(name: str) -> Performer:
+    if name not in _performers:
+        refuse(name, "this rank has nothing of the kind: run one program on all ranks")
+    return _performers[name]
 
 
 def _digest(act: Any) -> int:

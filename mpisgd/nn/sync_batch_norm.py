@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from mpisgd.arguments import check_flag, shown
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
-from mpisgd.core.uneven_data import Told, acting, performs, refuse
+from mpisgd.core.uneven_data import UnevenData, acting, performs, refuse
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 from mpisgd.job.job_of_thread import job_place
 from mpisgd.job.lifecycle import group_or_world
@@ -209,7 +209,7 @@ def _number(layer: SyncBatchNorm) -> int:
 
 
 @performs(STATISTICS)
-def _beside_others(told: Told, detail: None, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _beside_others(data: UnevenData, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Do what the others do in a forward, on a rank without data."""
     layer = job_place().own(_Layers).by_number.get(number)
     if layer is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mpisgd
+from mpisgd.tools.verification.programs.option_text import evaluated
 from uneven.division import NO_SYNC, PASSES, SHAPES, Division, rows_of
 
 __all__ = ["in_one_process", "train"]
@@ -46,7 +47,8 @@ def _loss(division: Division, params: Sequence[nn.Parameter], rank: int, batch: 
 def train(division: Division) -> list[Tensor]:
     """Train this rank with the others; return its parameters, and the momentum, at the end. Collective."""
     params, rank = parameters(), mpisgd.rank()
-    options: dict[str, Any] = eval(f"dict({division.method})", {"mpisgd": mpisgd})
+    name, _, text = division.method.partition("=")
+    options: dict[str, Any] = {name: evaluated(text)} if name else {}
     if division.way == PASSES:
         options["backward_passes_per_step"] = division.accumulates
     optimizer = mpisgd.DistributedOptimizer(_sgd(params), **options)
