@@ -133,6 +133,14 @@ class GroupWindows:
         alive = {number: reference() for number, reference in self._windows.items()}
         return {number: window for number, window in alive.items() if window is not None}
 
+    def beside(self, numbers: Collection[int]) -> list[Owner]:
+        """Return the owners of those of this rank that are used still, but for these."""
+        for collects in (True, False):
+            found = [w.owner for n, w in self._alive().items() if n not in numbers and w.is_active]
+            if found and collects:
+                gc.collect()  # a program may have forgotten some that only a cycle keeps
+        return found
+
     @property
     def are_several(self) -> bool:
         """Whether a backward may reach more than one; the same on all ranks."""

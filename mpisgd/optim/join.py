@@ -169,8 +169,7 @@ class Join:
         inside = {each.number for each in participants}
         problems += [
             f"{owner} trains with the same ranks: join all of them together"
-            for owner in windows_of(group).active
-            if owner.number not in inside and windows_of(group).are_several
+            for owner in windows_of(group).beside(inside)
         ]
         if group.queue.uneven is not None:
             raise InvalidArgument("join: this rank is inside join() already; make one of both")
