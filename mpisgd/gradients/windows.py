@@ -23,7 +23,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.owner import Owner, owned_by
 from mpisgd.core.uneven_data import UnevenData
 from mpisgd.core.work import Work
-from mpisgd.errors import CollectiveMismatch
+from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.uneven_window import Begun
 
@@ -94,11 +94,13 @@ class GroupWindows:
     Attributes:
         active: the owners of those that any rank may still use, in their order; the same on all ranks.
         uneven: what some ranks may run out of data in; None elsewhere.
+        inside: the numbers of the optimizers that are in it.
     """
 
     def __init__(self) -> None:
         self.active: list[Owner] = []
         self.uneven: UnevenData | None = None
+        self.inside: Collection[int] = ()
         self._num_joined = 0
         self._windows: dict[int, weakref.ref[Window]] = {}
         self._latest = -1  # the backward whose end was dealt with last
@@ -132,14 +134,6 @@ class GroupWindows:
     def _alive(self) -> dict[int, Window]:
         alive = {number: reference() for number, reference in self._windows.items()}
         return {number: window for number, window in alive.items() if window is not None}
-
-    def beside(self, numbers: Collection[int]) -> list[Owner]:
-        """Return the owners of those of this rank that are used still, but for these."""
-        for collects in (True, False):
-            found = [w.owner for n, w in self._alive().items() if n not in numbers and w.is_active]
-            if found and collects:
-                gc.collect()  # a program may have forgotten some that only a cycle keeps
-        return found
 
     @property
     def are_several(self) -> bool:
@@ -254,6 +248,13 @@ class GroupWindows:
     def _check(self, everyones: Mapping[Owner, int]) -> None:
         """Raise where one that a backward has reached on some rank cannot be reduced on another."""
         for owner, bits in everyones.items():
+            is_used = bits & REACHED or not bits & NOT_AWAITED
+            if is_used and self.uneven is not None and owner.number not in self.inside:
+                error = InvalidArgument(
+                    f"join: {owner} trains with the same ranks, and is not inside: join all of them together"
+                )
+                error.on_every_rank = True
+                raise error
             if bits & REACHED and bits & GONE:
                 raise CollectiveMismatch(
                     f"a backward has reached parameters of {owner} on some rank, and another rank has this "

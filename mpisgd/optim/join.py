@@ -138,7 +138,7 @@ class Join:
         )
         for each in participants:
             each.enter(data, self._follow)
-        windows_of(group).uneven = data
+        windows_of(group).uneven, windows_of(group).inside = data, self._participants.keys()
         data.install()
         self._data = data
 
@@ -167,10 +167,6 @@ class Join:
         """Raise where something does not go inside on some rank. Collective."""
         problems = [why for each in participants if (why := each.why_not)]
         inside = {each.number for each in participants}
-        problems += [
-            f"{owner} trains with the same ranks: join all of them together"
-            for owner in windows_of(group).beside(inside)
-        ]
         if group.queue.uneven is not None:
             raise InvalidArgument("join: this rank is inside join() already; make one of both")
         follows = None if self._follow is None else [type(each).__name__ for each in self._follow]

@@ -453,6 +453,19 @@ def test_all_optimizers_of_the_ranks_must_be_inside():
     refused(2, program, "join all of them together")
 
 
+def test_an_optimizer_that_trains_no_more_may_be_outside():
+    def program():
+        done_model, done = wrapped()
+        train(done_model, done, 1)
+        model, optimizer = wrapped()
+        with optimizer.join():
+            train(model, optimizer, 1 + mpisgd.rank())
+        mpisgd.check_in_sync(model)
+        train(done_model, done, 1)
+
+    run_ranks(2, program)
+
+
 def test_gradients_from_before_are_refused():
     def program():
         model, optimizer = wrapped()
