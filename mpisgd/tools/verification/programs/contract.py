@@ -101,7 +101,8 @@ def violation(program: Program) -> str:
         return "join() without an end"
     if walk.window.has_skips and not walk.window.is_settled:
         return "it ends before a rank without a backward takes part in the reduction"
-    if program.is_resized and walk.adds and _reduce_once(program):
+    refuses_join = program.is_uneven and _has_no_join(program)
+    if program.is_resized and (refuses_join or (walk.adds and _reduce_once(program))):
         return "some ranks would not see that it is refused"
     return ""
 
