@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import mpisgd
+from mpisgd.method_state import OWNER
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.tools.verification.draws import Layout
 from mpisgd.tools.verification.paper_run import Definition, PaperRun, Saved, bucket_of, carried_over
@@ -94,6 +96,7 @@ class ByPaper:
         self._program, self._num_ranks = program, program.ranks
         self._all = [Training(program, [each], weight) for each in range(program.ranks)]
         self._clips: list[events.Clip] = []
+        self._apart: dict[int, Any] = {}  # by optimizer, the state from before a rank went on alone
         strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
         self._is_local = not averages_gradients(program.optimizers[0])
         self._mixes = isinstance(strategy, mpisgd.Gossip)
@@ -227,9 +230,13 @@ class ByPaper:
         """Let the runs go on from the parameters that there are, with what was alike in other ones."""
         self._runs = []
         for part, former in zip(self._parts, before, strict=True):
-            run = self._new_run(part)
+            run, state = self._new_run(part), former.state
+            if self._num_ranks == 1:  # it sends nothing, and keeps what a compressor had for other ranks
+                self._apart.setdefault(part.place, state)
+            elif part.place in self._apart:
+                state = _filled_up(state, self._apart.pop(part.place))
             states: dict[int, dict[str, Any]] = {rank: {} for rank in part.params}
-            run.load(Saved(carried_over(former.state, run.state, {}), part.copies(), states, former.steps))
+            run.load(Saved(carried_over(state, run.state, {}), part.copies(), states, former.steps))
             self._runs.append(run)
 
     def _copy_from(self, src: int, trainings: Sequence[Training]) -> None:
@@ -241,6 +248,16 @@ class ByPaper:
                 for optimizer, state in zip(training.optimizers, copies, strict=True):
                     optimizer.load_state_dict(state)
                     _undo_casts(optimizer, state["state"])
+
+
+def _filled_up(state: Any, older: Any) -> Any:
+    """Return a paper's state, with that of a compressor from before the rank went on alone."""
+    if type(state) is not type(older):
+        return older
+    if not is_dataclass(state) or isinstance(state, type):
+        return state
+    parts = [each.name for each in fields(state) if each.metadata[OWNER] == "part"]
+    return replace(state, **{name: _filled_up(getattr(state, name), getattr(older, name)) for name in parts})
 
 
 class _Part:
