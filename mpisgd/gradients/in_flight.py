@@ -32,6 +32,8 @@ class InFlightReduction:
         addresses: of the gradients that travel from where they lie.
         loaded: the memory of the buckets that have been brought there, in their order.
         streams: in which the gradients were computed.
+        at_owners: the buckets that have been brought to the owners of their parts; the others are everyone's.
+        unfreed: buckets that travel together, in the order of launching, whose gradients are still in memory.
     """
 
     def __init__(
@@ -49,6 +51,8 @@ class InFlightReduction:
         self.addresses: set[int] = set()
         self.loaded: list[Tensor] = []
         self.streams = GradientStreams()
+        self.at_owners: set[int] = set()
+        self.unfreed: list[tuple[int, ...]] = []
         self._complete: set[int] = set()
         self._missing: list[int] = []
         self._place_of: dict[int, int] = {}

@@ -22,7 +22,9 @@ from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
 from mpisgd.gradients.weight import Weight
+from mpisgd.gradients.windows import windows_of
 from mpisgd.transport.device.device_work import DeviceWork
+from mpisgd.transport.device.selection import NCCL
 
 __all__ = ["BucketLauncher", "trace_contents"]
 
@@ -49,19 +51,46 @@ class BucketLauncher:
         options: how to reduce.
 
     Attributes:
+        named: as given.
+        params: the parameters alone.
+        group: as given.
+        options: as given.
         weight: what this rank's gradients count; None: as much as those of the others.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, options: ReductionOptions) -> None:
         self.weight: Weight | None = None
-        self._named = named
-        self._group = group
-        self._options = options
+        self.named = named
+        self.params = [param for _, param in named]
+        self.group = group
+        self.options = options
         self._op = options.element_op
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets are on their way while backward goes on; the same on all ranks."""
+        if self.group.size == 1 or not self.group.queue.threads_allowed:
+            return False
+        if not self.may_launch_early:
+            return False
+        if self.options.overlap is not None:
+            return self.options.overlap
+        device = self.group.device  # which may send while the GPU computes, with nothing to do for the host
+        gpu_sends = device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
+        return self.group.spans_hosts or gpu_sends
+
+    @property
+    def may_launch_early(self) -> bool:
+        """Whether all ranks send the same during backward; the same on all of them.
+
+        Where a backward may reach several optimizers, it reaches each on some ranks only, maybe. Which, the
+        ranks find out at its end.
+        """
+        return not windows_of(self.group).are_several
 
     def params_of(self, slot: BucketSlot) -> list[Tensor]:
         """Return the parameters of a bucket."""
-        return [self._named[index][1] for index in slot.bucket.indices]
+        return [self.params[index] for index in slot.bucket.indices]
 
     def launch_together(
         self,
@@ -82,7 +111,7 @@ class BucketLauncher:
         slots = [in_flight.slots[place] for place in places]
         loaded = [self._load(in_flight, slot) for slot in slots]
         flats = [flat for flat, _, _ in loaded]
-        kinds = KindsExchange(b"".join(kinds for _, kinds, _ in loaded), self._group, in_flight.note)
+        kinds = KindsExchange(b"".join(kinds for _, kinds, _ in loaded), self.group, in_flight.note)
         numel, what = sum(flat.numel() for flat in flats), f"{len(slots)} bucket(s)"
 
         def reduce() -> None:
@@ -92,7 +121,7 @@ class BucketLauncher:
                 self._reduce_all(slots, flats, kinds.joined)
 
         operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
-        work = self._group.queue.run(
+        work = self.group.queue.run(
             operation,
             reduce,
             before=kinds.before,
@@ -107,7 +136,7 @@ class BucketLauncher:
         """Load a bucket and send it: by the queue's thread during backward, by this one at its end."""
         slot = in_flight.slots[place]
         flat, mine, marks = self._load(in_flight, slot, late=True)
-        kinds = KindsExchange(mine, self._group, in_flight.note)
+        kinds = KindsExchange(mine, self.group, in_flight.note)
         late = [] if marks is None else [(kinds, marks)]
         dtype = dtype_name(flat.dtype)
         operation = self._operation(in_flight, f"bucket {place}", dtype, flat.numel(), device_kind(flat))
@@ -124,7 +153,7 @@ class BucketLauncher:
             else:
                 mark_late(late)
                 work = run_in_queue(
-                    self._group,
+                    self.group,
                     operation,
                     reduce,
                     tensors=None,
@@ -153,7 +182,7 @@ class BucketLauncher:
         operation = self._operation(in_flight, what, dtype, flat.numel(), device_kind(flat))
         with tracing.holding(self._contents(slot)):
             in_flight.launched[place] = begin(flat, operation)
-        kinds = KindsExchange(mine, self._group, in_flight.note)
+        kinds = KindsExchange(mine, self.group, in_flight.note)
         in_flight.kinds.append(kinds)
         if marks is not None:
             in_flight.late.append((kinds, marks))
@@ -163,7 +192,7 @@ class BucketLauncher:
         for flat in in_flight.unreduced():
             if self.weight is not None:
                 self.weight.undo(flat)
-            if (factor := self._options.divisor) != 1.0:
+            if (factor := self.options.divisor) != 1.0:
                 flat.mul_(factor)
 
     def forget_sent(self, in_flight: InFlightReduction) -> None:
@@ -186,11 +215,11 @@ class BucketLauncher:
         kinds = slot.storage.load(grads, in_flight.addresses)
         flat = slot.storage.flat
         marks = None
-        if self._options.error_if_nonfinite and late and on_device(flat):
+        if self.options.error_if_nonfinite and late and on_device(flat):
             marks = LateMarks(grads)
-        elif self._options.error_if_nonfinite:
+        elif self.options.error_if_nonfinite:
             kinds = mark_nonfinite(kinds, grads, flat)
-        if (factor := self._options.divisor) != 1.0:
+        if (factor := self.options.divisor) != 1.0:
             flat.div_(factor)  # before the others may look at it
         if self.weight is not None:
             self.weight.before(flat)
@@ -202,16 +231,16 @@ class BucketLauncher:
     ) -> Operation:
         """Say what all ranks must agree on; plans that differ have other names."""
         assert in_flight.plan is not None
-        extra, op = f"{what} of plan {in_flight.plan.name}", self._options.op.name
+        extra, op = f"{what} of plan {in_flight.plan.name}", self.options.op.name
         return Operation("gradients", op, dtype, (numel,), extra=extra, device=device, when=in_flight.when)
 
     def _contents(self, slot: BucketSlot) -> Callable[[], Mapping[str, Any]]:
-        return lambda: trace_contents(self._named[i] for i in slot.bucket.indices)
+        return lambda: trace_contents(self.named[i] for i in slot.bucket.indices)
 
     def _algorithm_name(self, slot: BucketSlot) -> str:
         """Return the name of the algorithm that a bucket takes, for timelines."""
         dtype, nbytes = slot.storage.flat.dtype, slot.storage.flat.nbytes
-        transport = transport_for(self._group, "all_reduce", dtype, nbytes)
+        transport = transport_for(self.group, "all_reduce", dtype, nbytes)
         return transport.name if slot.in_shared_memory and transport is not None else "auto"
 
     def _send_from_device(self, operation: Operation, flat: Tensor) -> Work | None:
@@ -219,9 +248,9 @@ class BucketLauncher:
 
         The host goes on to the next one in any case.
         """
-        if not on_device(flat) or (dtype := wire_dtype_of(self._options.compression, flat.dtype)) is None:
+        if not on_device(flat) or (dtype := wire_dtype_of(self.options.compression, flat.dtype)) is None:
             return None
-        backend = device_backend(self._group, operation, flat, op=self._op, dtypes=[dtype])
+        backend = device_backend(self.group, operation, flat, op=self._op, dtypes=[dtype])
         if backend is None:
             return None
         wire = flat.to(dtype)
@@ -248,20 +277,20 @@ class BucketLauncher:
         start = 0
         for slot, flat in zip(slots, flats, strict=True):
             stop = start + len(slot.bucket.indices)
-            with tracing.part(self._group.queue.track, "gradients", flat.nbytes, self._contents(slot)):
+            with tracing.part(self.group.queue.track, "gradients", flat.nbytes, self._contents(slot)):
                 self._reduce_one(slot, flat, kinds[start:stop])
             start = stop
 
     def _reduce_one(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
         untouched = Untouched(slot, kinds) if kinds.strip(ALL_DENSE) else None
-        slot.reducer.reduce(flat, self._group, self._op)
+        slot.reducer.reduce(flat, self.group, self._op)
         if untouched is not None:
             untouched.put_back()
         self.undo_predivision(flat)
 
     def undo_predivision(self, flat: Tensor) -> None:
         """Turn a sum of what was divided or weighted before into the mean."""
-        if (factor := self._options.divisor) != 1.0:  # by division, as for what travels apart
-            flat.div_(self._group.size / factor)
+        if (factor := self.options.divisor) != 1.0:  # by division, as for what travels apart
+            flat.div_(self.group.size / factor)
         if self.weight is not None:
             self.weight.after(flat)

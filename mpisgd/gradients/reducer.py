@@ -1,5 +1,7 @@
 """`GradientReducer`: makes the gradients of a list of parameters the same on every rank.
 
+What is combined becomes everyone's, or that of its owners: see `Destination`.
+
 It looks at `p.grad` at the moment it is called, whatever the program did before: None, the place in the
 fusion buffer where the last reduction left it, a fresh tensor of autograd's or of the user's. Afterwards
 every gradient that exists on some rank is reduced, and the others are None.
@@ -18,7 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.core.consistency import Operation
@@ -28,13 +29,12 @@ from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.accumulation import GradientSync
-from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.destination import Destination, Everyone
 from mpisgd.gradients.finite import are_finite, mark_late, raise_for
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import (
     ALL_DENSE,
-    DENSE,
     IN_BACKWARD,
     IN_STEP,
     NONFINITE,
@@ -44,12 +44,10 @@ from mpisgd.gradients.kinds import (
 )
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered, make_slot
+from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered
 from mpisgd.gradients.reduced import ReducedGradients
 from mpisgd.gradients.sparse import reduce_sparse
 from mpisgd.gradients.weight import Count, weight_of
-from mpisgd.gradients.windows import windows_of
-from mpisgd.transport.device.selection import NCCL
 
 __all__ = ["GradientReducer"]
 
@@ -63,6 +61,7 @@ class GradientReducer(GradientSync):
         named: all parameters that may ever have a gradient, with names; the list may grow at its end.
         group: the ranks that take part.
         options: how to reduce.
+        destination: whose the combined gradients become; everyone's by default.
 
     Attributes:
         owner: of the operations: that of what this thread begins when the reducer is made.
@@ -71,9 +70,16 @@ class GradientReducer(GradientSync):
 
     combines = True
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, options: ReductionOptions) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        group: Group,
+        options: ReductionOptions,
+        destination: Destination | None = None,
+    ) -> None:
         self.group = group
         self.options = options
+        self._destination: Destination = Everyone() if destination is None else destination
         self.owner = current_owner()
         self.compression_state = CompressionState()
         self._reduced = ReducedGradients()  # where they may not be reduced twice
@@ -95,6 +101,8 @@ class GradientReducer(GradientSync):
         self._plan: Plan | None = None
         self._known_sparse: frozenset[int] = frozenset()
         self._sparse_dims: dict[int, int] = {}
+        if self._destination.cover(self._launcher) and self.group.size > 1:
+            self._new_plan((), "before the first backward")
 
     def set_weighted(self, weighted: bool) -> None:
         """See `GradientSync`; the next reduction makes a new plan. What compresses takes means as before."""
@@ -102,6 +110,7 @@ class GradientReducer(GradientSync):
         sums = self.is_weighted and not self._compresses
         self.options = self.options._replace(weighted=sums)
         self._launcher = BucketLauncher(self.named, self.group, self.options)
+        self._destination.cover(self._launcher)
         self._plan = None
 
     @property
@@ -119,7 +128,8 @@ class GradientReducer(GradientSync):
     @property
     def combined_by(self) -> str:
         """See `GradientSync`."""
-        return self.options.compression.traits.replaces_op or f"op={self.options.op.name}"
+        op = self.options.compression.traits.replaces_op or f"op={self.options.op.name}"
+        return f"{op}{self._destination.how}"
 
     @property
     def contents(self) -> str:
@@ -139,37 +149,14 @@ class GradientReducer(GradientSync):
         Args:
             when: as for `reduce`, which must follow at its end.
         """
-        self.abandon()
+        self.abandon()  # before the memory of what is on its way is given back
+        self._destination.release()
         plan = self._plan
-        if plan is None or not self._launches_early() or not self._still_holds(plan):
+        early = self._destination.launches_early or self._launcher.overlaps
+        if plan is None or not early or not self._still_holds(plan):
             return False
         self._in_flight = InFlightReduction(plan, when, in_background=True, note=IN_BACKWARD)
         return True
-
-    def _launches_early(self) -> bool:
-        """Return whether buckets are sent before backward is over; the same on all ranks."""
-        return self._overlaps()
-
-    def _overlaps(self) -> bool:
-        """Return whether they are on their way while backward goes on."""
-        if self.group.size == 1 or not self.group.queue.threads_allowed:
-            return False
-        if not self._may_launch_early:
-            return False
-        if self.options.overlap is not None:
-            return self.options.overlap
-        device = self.group.device  # which may send while the GPU computes, with nothing to do for the host
-        gpu_sends = device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
-        return self.group.spans_hosts or gpu_sends
-
-    @property
-    def _may_launch_early(self) -> bool:
-        """Whether all ranks send the same during backward; the same on all of them.
-
-        Where a backward may reach several optimizers, it reaches each on some ranks only, maybe. Which, the
-        ranks find out at its end.
-        """
-        return not windows_of(self.group).are_several
 
     def ready(self, index: int) -> None:
         """Note that the gradient of a parameter is complete; send what now can be sent.
@@ -191,15 +178,10 @@ class GradientReducer(GradientSync):
             if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
                 with torch.no_grad(), owned_by(self.owner):
                     in_flight.streams.join()
-                    self._launch_complete(in_flight)
+                    self._destination.launch_complete(in_flight)
         finally:
             if lock is not None:
                 lock.release()
-
-    def _launch_complete(self, in_flight: InFlightReduction) -> None:
-        """Send what is complete, in the order of the plan."""
-        while (place := in_flight.next_complete()) is not None:
-            self._launcher.launch(in_flight, place)
 
     def abandon(self) -> None:
         """Forget a backward that was left by an exception; return when what it had sent has arrived."""
@@ -242,6 +224,8 @@ class GradientReducer(GradientSync):
                 reduce them are None.
             NonFiniteGradients: where that is looked for; raised on every rank, gradients are reduced.
         """
+        if not self._in_flight.launched:
+            self._destination.release()
         with owned_by(self.owner):
             self._reduce(when, observed, IN_STEP if in_step else IN_BACKWARD)
 
@@ -261,7 +245,7 @@ class GradientReducer(GradientSync):
         in_flight.streams.join()  # torch does not know of those in which buckets were packed
         try:
             try:
-                self._launch_rest(in_flight)
+                self._destination.launch_rest(in_flight)
             finally:
                 in_flight.wait()
         except CollectiveMismatch:
@@ -295,7 +279,7 @@ class GradientReducer(GradientSync):
 
     def _new_plan(self, observed: Sequence[int], when: str) -> Plan:
         covered, state = self._coverable(), self.compression_state
-        order = self._packing_order()
+        order = self._destination.packing_order
         self._plan = agree_on_plan(
             self.params,
             covered,
@@ -305,8 +289,8 @@ class GradientReducer(GradientSync):
             options=self.options,
             when=when,
             order=order,
-            storage_order=self._storage_order(),
-            make_slots=self._make_slots,
+            storage_order=self._destination.storage_order,
+            make_slots=self._destination.make_slots,
         )
         state.move_to(self._plan.slots)
         if order is None and any(
@@ -315,33 +299,8 @@ class GradientReducer(GradientSync):
             state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
         self._planned_order = state.order
         self._known_sparse = self._plan.sparse
+        self._destination.follow(self._plan)
         return self._plan
-
-    def _make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
-        """Return where buckets travel from, and what reduces them. Collective."""
-        compression = self.options.compression
-        return [make_slot(b, [self.params[i] for i in b.indices], self.group, compression) for b in buckets]
-
-    def _packing_order(self) -> Sequence[int] | None:
-        """Return the order in which gradients are packed; None: that in which rank 0 observes them."""
-        return None
-
-    def _storage_order(self) -> Sequence[int] | None:
-        """Return the order in which the gradients of a bucket lie there; None: as they are packed."""
-        return None
-
-    def _launch_rest(self, in_flight: InFlightReduction) -> None:
-        """Send what was not sent yet; without overlap all of it is one operation.
-
-        Which of both must not depend on this rank's backward: another one may have had none.
-        """
-        rest = in_flight.not_launched()
-        first_params = [self.params[in_flight.slots[place].bucket.indices[0]] for place in rest]
-        if self._overlaps() or any(map(on_device, first_params)):
-            for place in rest:
-                self._launcher.launch(in_flight, place)
-        elif rest:
-            self._launcher.launch_together(in_flight, rest)
 
     # -- when all have arrived ----------------------------------------------------------------------
 
@@ -362,14 +321,11 @@ class GradientReducer(GradientSync):
             start += len(indices)
             if here.strip(ALL_DENSE):
                 late |= {i: self.params[i].grad for i, k in zip(indices, here, strict=True) if k & SPARSE}
-            self._unload_slot(place, slot, [bool(kind & DENSE) for kind in here])
+            self._destination.unload(in_flight, place, here)
         if sparse or late:
             self._reduce_apart(sparse, late)
+        self._destination.arrived(in_flight, self._known_sparse)
         return self._nonfinite(in_flight, sparse, kinds)
-
-    def _unload_slot(self, place: int, slot: BucketSlot, exists: Sequence[bool]) -> None:
-        """Give the parameters of a bucket what came out, or None where no rank has a gradient."""
-        slot.storage.unload(self._launcher.params_of(slot), exists)
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
         """Return the kinds of the gradients of all buckets and of the sparse ones. Collective."""
@@ -477,6 +433,8 @@ class GradientReducer(GradientSync):
 
     def why_not_again(self) -> str:
         """See `GradientSync`."""
+        if why := self._destination.why_not_again():
+            return why
         if not self._reduced or not self._reduced.remain(self.params):
             return ""
         is_sum = self.options.op is ReduceOp.SUM

@@ -20,7 +20,7 @@ from mpisgd.core.uneven_data import Performer, Told, UnevenData, refuse
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.uneven_window import LOSS, REDUCE, Begun, UnevenWindow
 from mpisgd.gradients.weight import why_not_weighted
-from mpisgd.methods.sharded.piecewise import UNSCALE, Piecewise
+from mpisgd.methods.sharded.synchronizer import UNSCALE, ShardedSynchronizer
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.parameters.fingerprint import fingerprints
@@ -295,7 +295,7 @@ class Participant:
 
     def perform_unscale(self, dtype: torch.dtype, factor: float, shape: tuple[int, ...]) -> None:
         """Unscale with the others."""
-        assert isinstance(self.synchronizer, Piecewise)
+        assert isinstance(self.synchronizer, ShardedSynchronizer)
         device = self._params[0].device
         found_inf = torch.zeros(shape, device=device)
         self.synchronizer.unscale(dtype, found_inf, torch.tensor(factor, device=device))

@@ -64,6 +64,7 @@ class DividedParameters(abc.ABC):
 
     Attributes:
         owners: as given.
+        named: as given, and kept up to date.
         ranges: what each of them owns.
         pieces: what this rank owns, in memory.
         layouts: how each parameter lies in memory.
@@ -93,7 +94,7 @@ class DividedParameters(abc.ABC):
         self._joins = joins
         self._master_dtype = master_dtype
         self._cuts_alone = cuts_alone
-        self._named: list[tuple[str, Tensor]] = []
+        self.named: list[tuple[str, Tensor]] = []
         self._addresses: list[int] = []
         self._memories: list[Memory] = []
         self._memory_of: list[Memory] = []
@@ -112,7 +113,7 @@ class DividedParameters(abc.ABC):
     @property
     def has_masters(self) -> bool:
         """Whether the optimizer updates copies; the same on all ranks."""
-        return any(map(self._takes_master, (param for _, param in self._named)))
+        return any(map(self._takes_master, (param for _, param in self.named)))
 
     def _takes_master(self, param: Tensor) -> bool:
         return self._masters_on_host or self._dtype_of_master(param) != param.dtype
@@ -129,11 +130,11 @@ class DividedParameters(abc.ABC):
 
     def itemsize(self, index: int) -> int:
         """Return the bytes of an element of a parameter."""
-        return self._named[index][1].element_size()
+        return self.named[index][1].element_size()
 
     def part(self, member: Member) -> Tensor:
         """Return the memory of a part of a parameter, [member.numel]."""
-        flat = flat_view(self._named[member.param][1], self.layouts[member.param])
+        flat = flat_view(self.named[member.param][1], self.layouts[member.param])
         return flat[member.first : member.first + member.numel]
 
     def extend(self, named: Named, groups: Groups) -> None:
@@ -142,7 +143,7 @@ class DividedParameters(abc.ABC):
         Raises:
             UnsupportedTensor, InvalidArgument: found before anything is moved.
         """
-        first = len(self._named)
+        first = len(self.named)
         new = [param for _, param in named[first:]]
         self._check(named)
         of_group = [place for place, options in enumerate(groups) for _ in options["params"]]
@@ -152,7 +153,7 @@ class DividedParameters(abc.ABC):
             for i, param in enumerate(new, first)
         ]
         self.layouts += [layout_of(param) for param in new]
-        self._named, self._options = list(named), groups
+        self.named, self._options = list(named), groups
         memory = self._move(new, items) if new else Memory(items)
         self._memories.append(memory)
         self._memory_of += [memory] * len(new)
@@ -187,7 +188,7 @@ class DividedParameters(abc.ABC):
 
     def leave_memory(self) -> None:
         """Give each parameter that was moved memory of its own again."""
-        for index, ((_, param), memory) in enumerate(zip(self._named, self._memory_of, strict=True)):
+        for index, ((_, param), memory) in enumerate(zip(self.named, self._memory_of, strict=True)):
             if memory.segment is not None or index in memory.blocks:
                 param.data = param.detach().clone()
 
@@ -232,7 +233,7 @@ class DividedParameters(abc.ABC):
     def _add(self, memory: Memory) -> None:
         """Divide the parameters of a memory among the ranks."""
         cuts = self._elementwise and self._cuts(memory)
-        whole = self._whole if cuts else range(len(self._named))
+        whole = self._whole if cuts else range(len(self.named))
         new = divide(memory.items, whole, self.owners.size, self._piece_bytes, self.buckets)
         for of_rank, more in zip(self.ranges, new, strict=True):
             of_rank += more
@@ -252,7 +253,7 @@ class DividedParameters(abc.ABC):
         return slot_bytes(max(map(len, self.owners.nodes)))
 
     def _piece(self, range_: PieceRange, group: int, memory: Memory | None) -> Piece:
-        index, param = range_.members[0].param, self._named[range_.members[0].param][1]
+        index, param = range_.members[0].param, self.named[range_.members[0].param][1]
         if memory is None or index in self._whole or not param.numel():
             tensor, layout = param, self.layouts[index]
         else:
@@ -285,9 +286,9 @@ class DividedParameters(abc.ABC):
         Raises:
             InvalidArgument: names one that the program has moved, as `model.half()` does.
         """
-        if [param.data_ptr() for _, param in self._named] == self._addresses:
+        if [param.data_ptr() for _, param in self.named] == self._addresses:
             return
-        for (name, param), address in zip(self._named, self._addresses, strict=True):
+        for (name, param), address in zip(self.named, self._addresses, strict=True):
             if param.data_ptr() != address:
                 raise InvalidArgument(
                     f"DistributedOptimizer: {name} is no longer where it was when the parameters were "

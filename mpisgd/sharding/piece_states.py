@@ -17,6 +17,7 @@ from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
+from mpisgd.sharding.places import StatePlace
 
 __all__ = ["PieceNames", "PieceStates"]
 
@@ -56,6 +57,7 @@ class PieceStates:
         params: as given; may grow at its end.
         parameters: as given.
         state: what the optimizer has as its `state` during a step.
+        where: the state is between steps; the caller moves it where one is loaded.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class PieceStates:
         self.parameters = parameters
         self.state: StateStore = StateInMemory() if state is None else state
         self.params = params
+        self.where = StatePlace.WHOLE
         self._group = group
 
     def split(self, present: Sequence[bool]) -> None:
@@ -200,10 +203,13 @@ class PieceStates:
         return {index: state[param] for index, param in enumerate(self.params) if param in state}
 
     def take_over(self, state: MutableMapping[Any, Any]) -> None:
-        """Take this rank's part of a state that is whole, and leave the optimizer none.
+        """Take this rank's part of the state if it is whole, and leave the optimizer none.
 
         Errors of the store are held: other ranks may have taken their parts already.
         """
+        if self.where is StatePlace.PIECES:
+            return
+        self.where = self.where.to(StatePlace.PIECES)
         others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
         with self.state.held_errors():
             self.cut(self.wholes_in(state), others)

@@ -27,7 +27,7 @@ class ReplicatedParameters(DividedParameters):
         """Most bytes of a piece. A device has no use for small ones."""
         if self._masters_on_host:
             return OFFLOADED_BYTES
-        is_on_device = any(on_device(param) for _, param in self._named)
+        is_on_device = any(on_device(param) for _, param in self.named)
         return sys.maxsize if is_on_device else super()._piece_bytes
 
 

@@ -52,7 +52,7 @@ class SharedParameters(DividedParameters):
     def _flat(self, range_: PieceRange, memory: Memory) -> Tensor:
         if memory.segment is None:
             return super()._flat(range_, memory)
-        dtype = self._named[range_.members[0].param][1].dtype
+        dtype = self.named[range_.members[0].param][1].dtype
         return memory.segment.share_as(0, range_.numel, dtype, start=range_.start)
 
     def _remaining(self, params: Sequence[Tensor]) -> Collection[int]:
@@ -106,7 +106,7 @@ class SharedParameters(DividedParameters):
         On a rank that is alone on its host nothing was moved; what others have moved must be an error there,
         too.
         """
-        for name, param in self._named if self._shares else ():
+        for name, param in self.named if self._shares else ():
             if _moved_by[param]() is not self:
                 raise InvalidArgument(
                     f"DistributedOptimizer: {name} is shared by the ranks of a host, and another optimizer "

@@ -33,7 +33,7 @@ from mpisgd.accelerator.runtime import Cuda, runtime
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import world
-from mpisgd.methods.sharded import piecewise
+from mpisgd.methods.sharded import synchronizer as sharded_synchronizer
 from mpisgd.transport.device import device_work
 from mpisgd.transport.device.channel import Channel
 from mpisgd.transport.device.nccl import Nccl, NcclWork
@@ -214,7 +214,7 @@ MUTATIONS = {
     ),
     # By NCCL the ranks would then wait for each other for ever.
     "an overflow of pieces is not told": Mutation(
-        "scaler", piecewise, "all_reduce", lambda _: lambda *arguments: None, "mpi", min_size=2
+        "scaler", sharded_synchronizer, "all_reduce", lambda _: lambda *arguments: None, "mpi", min_size=2
     ),
     "a step waits for the GPU": Mutation(
         "profile", GradientReducer, "reduce", _waits_for_the_gpu, "nccl", min_size=2

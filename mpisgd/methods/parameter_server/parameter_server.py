@@ -10,7 +10,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.parameter_server.lock_free import LockFree
 from mpisgd.methods.parameter_server.locked_shards import LockedShards
-from mpisgd.methods.sharded.piecewise import Shared
+from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_none, no, yes
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
@@ -173,7 +173,7 @@ class ParameterServer(Strategy):
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return the working part. Collective."""
         if self.mode == "sync":
-            return Shared(training)
+            return ShardedSynchronizer(training)
         if not self.locked:
             return LockFree(training, self.staleness_steps, ())
         pull_every = self.pull_every or self.push_every

@@ -1,103 +1,326 @@
-"""`ShardedSynchronizer`: each rank updates its shard of the parameters, and sends it to all others."""
+"""`ShardedSynchronizer`: every rank updates its own pieces of the parameters, and nothing else.
 
-import functools
-import hashlib
-import sys
-from collections.abc import Callable, Sequence
+backward    the gradients of the pieces come to their owner           `ToOwners`
+step        the wrapped optimizer has this rank's pieces only         `HiddenParameters`, `PieceStates`
+after it    everyone gets what the others have updated                `Publication`
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.arrivals import arriving
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.core.consistency import Operation
+from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
-from mpisgd.core.work import Work
-from mpisgd.gradients.bucketing import join_buckets
+from mpisgd.core.uneven_data import acting
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.methods.sharded.forward_overlap import ForwardOverlap
-from mpisgd.methods.sharded.piecewise import Piecewise
+from mpisgd.methods.sharded.publication import Publication
+from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
+from mpisgd.methods.strategy.replicated import KeptByCompressors
+from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
-from mpisgd.sharding.device_parts import DeviceParts, PartsWork
 from mpisgd.sharding.divided_parameters import DividedParameters
+from mpisgd.sharding.elementwise import is_known_elementwise
+from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.masters import RefreshMasters
 from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.file_store import FileStore
+from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.reduction.scattering_reducer import ScatteringReducer
-from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
+from mpisgd.sharding.piece import MASTER
+from mpisgd.sharding.piece_states import PieceNames, PieceStates
+from mpisgd.sharding.piece_update import PieceUpdate
+from mpisgd.sharding.places import StatePlace
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.to_owners import ToOwners
 from mpisgd.sharding.replicated_parameters import ReplicatedParameters
 from mpisgd.sharding.shared_parameters import SharedParameters
 
-__all__ = ["ShardedSynchronizer"]
+__all__ = ["UNSCALE", "ShardedSynchronizer"]
 
-MAX_KNOWN = 64  # sets of parameters that were updated together
-PART_BYTES = 4 * 2**20  # of parameters, which travel between hosts while others go round the host
+UNSCALE = "unscale"  # as ranks without data hear of it
 
 
-class ShardedSynchronizer(Piecewise):
-    """Brings gradients to their owners, and parameters to everyone.
+class ShardedSynchronizer(Synchronizer):
+    """Lets the wrapped optimizer see and update this rank's pieces, nothing else.
+
+    Between steps the optimizer has all parameters in its groups, as programs expect, and no state; during one
+    it has this rank's pieces and the state of these. A state that is loaded is whole until the next step,
+    which drops what belongs to others; see `StatePlace`.
 
     Args:
         training: what it works on.
-        stage: see `Sharded`, as for `master_dtype`, `overlap_forward` and `offload`.
+        stage: see `Sharded`, as for `master_dtype`, `overlap_forward` and `offload`; 0: every host updates
+            everything, and its ranks divide that among themselves.
     """
 
-    commits_shards = True
+    gradients: GradientReducer
 
     def __init__(
         self,
         training: Training,
         *,
-        stage: int,
-        master_dtype: torch.dtype | None,
-        overlap_forward: bool,
-        offload: Offload | None,
+        stage: int = 0,
+        master_dtype: torch.dtype | None = None,
+        overlap_forward: bool = False,
+        offload: Offload | None = None,
     ) -> None:
-        self._stage, self._master_dtype = stage, master_dtype
-        self._updated: list[bool] = []
-        self._parts: dict[Any, list[Sequence[int]]] = {}
-        self._rooms: dict[Any, list[list[list[Tensor]]]] = {}
-        self._known_ranges: Any = None  # those of `_parts` and `_rooms`
+        super().__init__(training)
+        self._stage, self._master_dtype, self._offload = stage, master_dtype, offload
+        self.commits_shards = stage > 0
+        self.state = KeptByCompressors()
+        self._is_known = is_known_elementwise(training.optimizer)
+        self._hidden = HiddenParameters()
+        self._runs_closure = False
+        self._updated: Sequence[bool] = ()
         self._overlap = ForwardOverlap(training.named) if overlap_forward else None
-        super().__init__(training, offload)
+        self._divide(training)
 
-    def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
-        kind = SharedParameters if training.share_parameters else ReplicatedParameters
-        owners = Owners(training.group, of_host=False)
+    def _divide(self, training: Training) -> None:
+        """Divide the parameters, and make what works on the pieces. Collective."""
+        self._parameters = self._make_parameters(training)
+        params, names = [param for _, param in training.named], [name for name, _ in training.named]
+        self._names = PieceNames(self._parameters, names)
+        self._states = PieceStates(params, self._parameters, training.group, self._make_store(training))
+        cap_bytes = training.options.bucket_cap_bytes
+        self._publication = Publication(self._parameters, cap_bytes, self._overlap)
+        self._destination = ToOwners(
+            self._states, defers=self._is_known, unscale=self._unscale, stage=self._stage
+        )
+        named, group, options = training.named, training.group, training.options
+        self.gradients = GradientReducer(named, group, options, self._destination)
+        self.gradients.compression_state = self.state.compression
+
+    def _make_parameters(self, training: Training) -> DividedParameters:
+        """Return which rank updates what. Collective."""
+        kind = SharedParameters if training.share_parameters or not self._stage else ReplicatedParameters
+        owners = Owners(training.group, of_host=not self._stage)
         return kind(
             training.named,
             training.optimizer.param_groups,
             owners,
-            elementwise=elementwise,
+            elementwise=self._is_known or training.elementwise,
             joins=self._joins(owners, one_copy=kind.one_copy),
             master_dtype=self._master_dtype,
             cuts_alone=self._offload is not None,
-            masters_on_host=self._offload is not None and _is_on_device(training),
+            masters_on_host=self._offload is not None and any(on_device(p) for _, p in training.named[:1]),
         )
 
     def _joins(self, owners: Owners, *, one_copy: bool) -> bool:
         """Whether small parameters share pieces. In a copy per host all have to be there on every host."""
-        if one_copy:
+        if one_copy and self._stage:
             return self._stage == 1 and len(owners.nodes) == 1 < owners.size
-        return owners.size > 1
+        return owners.size > 1 or not self._stage
 
-    def _make_reducer(self, kind: Callable[..., ShardedReducer] = ScatteringReducer) -> ShardedReducer:
-        return super()._make_reducer(functools.partial(kind, stage=self._stage))
+    @property
+    def method(self) -> str:
+        """See `Synchronizer`: where parameters and state lie is no other method."""
+        return "Synchronous"
+
+    @property
+    def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
+        """See `Synchronizer`."""
+        return self._states.where is StatePlace.WHOLE
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return nothing: what compressors keep follows the buckets."""
+        return {}
+
+    def _make_store(self, training: Training) -> StateStore:
+        """Return where the state of this rank's pieces is kept. Collective."""
+        if self._offload is None or self._offload.folder is None:
+            return StateInMemory()
+        what, num_keys = f"optimizer state of rank {training.group.rank}", 2 * len(self._parameters.pieces)
+        with raised_on_every_rank(training.group):
+            return FileStore(self._offload, what, self._names, num_keys)
+
+    def state_file(self) -> int:
+        """Return a descriptor of the file with this rank's optimizer state, which safetensors can read.
+
+        Raises:
+            InvalidArgument: the state is in memory.
+        """
+        store = self._states.state
+        if not isinstance(store, FileStore):
+            raise InvalidArgument("state_file: the optimizer's state is in memory; see mpisgd.Offload")
+        return store.flush()
+
+    @property
+    def _holds_state(self) -> bool:
+        """Whether the optimizer's state is with the pieces, and not with the optimizer, between steps."""
+        return self._parameters.divided or self._offload is not None
 
     def _before_update(self, then: Callable[[], None] | None = None) -> None:
-        if then is not None or self._parameters.one_copy:  # nobody else reads this rank's memory
-            super()._before_update(then)
+        """Wait until this rank's pieces may be updated, and do something then. Collective.
+
+        Nobody else reads this rank's memory, where each has a copy of the parameters.
+        """
+        if then is not None or self._parameters.one_copy:
+            self._parameters.barrier("about to be updated", then or (lambda: None))
+
+    # -- a step -------------------------------------------------------------------------------------
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Let all ranks finish their updates before the closure reads the parameters."""
+        self._runs_closure = True
+
+        def when_all_are_updated() -> Any:
+            if self._hidden:
+                self._write_back()
+                self._publication.publish(self._updated)
+            try:
+                loss = closure()
+            except BaseException:
+                self._show_all()  # the step ends here
+                raise
+            self._settle()
+            if not self._hidden:
+                self._hide()
+            self._show_pieces()
+            return loss
+
+        return when_all_are_updated
 
     def before_step(self) -> None:
-        """Wait for what is still arriving."""
+        """Wait until nobody reads the parameters, and show the optimizer this rank's pieces only. Collective.
+
+        Where it can update one piece after the other, that is done here, and it finds nothing left to do.
+        """
         if self._overlap is not None:
             self._overlap.check_used()
         self.wait()
-        super().before_step()
+        self.end_failed_step()
+        self._parameters.check_in_place()
+        self._take_over_state()
+        runs_closure, self._runs_closure = self._runs_closure, False
+        updates_later = runs_closure and self._offload is not None  # what is to be updated with is not there
+        if not updates_later:
+            self._hide()
+        if not self._destination.is_deferred:
+            self._before_update()
+        elif runs_closure or not self._destination.is_untouched():
+            self._before_update(self._destination.settle)
+        else:
+            self._update(lambda update: self._before_update(lambda: self._destination.run(update)))
+        if not updates_later:
+            self._show_pieces()
+
+    def _update(self, hand_over: Callable[[PieceUpdate], None]) -> None:
+        """Update one piece after the other, as `hand_over` gives them to its argument. Collective."""
+        store = self._states.state
+        with store.shared_errors(self.training.group):
+            update = PieceUpdate(self.training.optimizer, store)
+            hand_over(update)
+            update.raise_error()
+
+    def _settle(self) -> None:
+        """Have the gradients of the pieces reduced, if that was left for later. Collective."""
+        if self._destination.is_deferred:
+            self._parameters.barrier("gradients of pieces", self._destination.settle)
+
+    def _hide(self) -> None:
+        """Take all parameters from the optimizer, and give it the state of the pieces."""
+        self._hidden.hide(self.training.optimizer, self._states.state if self._holds_state else None)
 
     def _show_pieces(self) -> None:
+        """Let the optimizer see what it is to update: the pieces that have a gradient now."""
         self._updated = self._present
-        super()._show_pieces()
+        self._states.split(self._updated)
+        groups = self.training.optimizer.param_groups
+        for group in groups:
+            group["params"].clear()
+        if not self._destination.is_untouched():  # there may be hundreds of them, and each would be asked
+            for piece in self._parameters.pieces:
+                piece.grad = self._destination.grad_of(piece)
+        if self._offload is not None:  # the optimizer finds nothing left to do
+            self._update(self._hand_over_pieces)
+            return
+        if self._parameters.has_masters:
+            RefreshMasters()(piece for piece in self._parameters.pieces if piece.grad is not None)
+        for piece in self._parameters.pieces:
+            piece.show_grad()
+            if piece.grad is not None:
+                groups[piece.group]["params"].append(piece.tensor)
 
-    # -- everyone gets the parameters ---------------------------------------------------------------
+    def _hand_over_pieces(self, update: PieceUpdate) -> None:
+        """Have all pieces updated that have a gradient, one after the other as these come from a device."""
+        found = [(piece, piece.grad) for piece in self._parameters.pieces if piece.grad is not None]
+        for (piece, _), grad in zip(found, arriving([grad for _, grad in found]), strict=True):
+            update.received(piece, grad)
+        update.finish()
+        self._states.state.end_step()
+
+    @property
+    def _present(self) -> list[bool]:
+        """Whether there is a gradient, for each parameter."""
+        return [param.grad is not None for _, param in self.training.named]
+
+    def _write_back(self) -> None:
+        """Round the masters that the optimizer has just updated."""
+        for piece in self._parameters.pieces:
+            if piece.grad is not None:
+                piece.write_back()
+
+    def after_step(self, num_steps: int) -> None:
+        """Show the optimizer all parameters again, and wait until all are updated. Collective."""
+        self._write_back()
+        self._show_all()
+        torch.autograd.graph.increment_version(self.training.params)
+        period = self.training.check_in_sync_every
+        compares = bool(period) and num_steps % period == 0
+        self._publication.publish(self._updated, in_background=not compares)
+
+    def _show_all(self) -> None:
+        """Give the optimizer all its parameters back, if they are hidden."""
+        if self._hidden.show(self.training.optimizer):
+            self._destination.stand_in_again()
+
+    def end_failed_step(self) -> None:
+        """Show the optimizer all parameters, which are hidden in a step."""
+        self._show_all()
+
+    def before_zero_grad(self) -> None:
+        """Forget the gradients that ranks have pieces of."""
+        self.gradients.abandon()
+        self._destination.reset()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the norm of all gradients, of which each rank has its pieces. Collective."""
+        self._settle()
+        self._states.split(self._present)
+        pieces = [(piece, self._destination.grad_of(piece)) for piece in self._parameters.pieces]
+        grads = _values([grad for _, grad in pieces if grad is not None])
+        owners, group = self._parameters.owners.once, self.training.group
+        return clip_grad_norm_(grads, owners, group, max_norm, norm_type, error_if_nonfinite)
+
+    def _unscale(self, sharded: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
+        """Do for all gradients of a dtype what a GradScaler asks for. Collective."""
+        assert self.owner is not None
+        form = sharded[0].dtype, float(factor), tuple(found_inf.shape)
+        with acting(self.training.group, UNSCALE, self.owner.number, *form):
+            self.unscale(sharded[0].dtype, found_inf, factor)
+
+    def unscale(self, dtype: torch.dtype, found_inf: Tensor, factor: Tensor) -> None:
+        """Multiply the gradients of a dtype, and note whether some are not finite. Collective."""
+        self._settle()
+        grads = [p.grad for p in self._parameters.pieces if p.grad is not None and p.grad.dtype == dtype]
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(_values(grads), found_inf, factor)
+        all_reduce(found_inf, ReduceOp.MAX, self.training.group)
+
+    # -- the state ----------------------------------------------------------------------------------
+
+    def _take_over_state(self) -> None:
+        """Take this rank's part of a state that is whole."""
+        if self._holds_state:
+            self._states.take_over(self.training.optimizer.state)
 
     def wait(self) -> None:
         """Return when all parameters have arrived that are on their way with `overlap_forward`."""
@@ -107,143 +330,102 @@ class ShardedSynchronizer(Piecewise):
     def consensus(self) -> Sequence[Tensor]:
         """Return the parameters as they are, all of them."""
         self.wait()
-        return super().consensus()
+        return [tensor.clone() for tensor in self.averaged]
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """See `Piecewise`. Who saves the state saves the parameters, too, which are there then."""
+        """Return the state of all parameters, of which each rank has its pieces. Collective.
+
+        One that was loaded here counts, although it may not have been loaded where its owners are. Who saves
+        the state saves the parameters, too, which are there then.
+        """
         self.wait()
-        return super().state_dict(make)
+        self._show_all()
+        RefreshMasters()(self._parameters.pieces)
+        state = self.training.optimizer.state
+        wholes = self._states.gather(self._states.wholes_in(state) if self.has_whole_state else None)
+        if self.has_whole_state:
+            return make()
+        params = self._states.params
+        wholes = {index: whole for index, whole in wholes.items() if _says_more(whole, params[index])}
+        with self._states.shown_in(state, wholes):
+            return make()
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Note that the optimizer has the state of all parameters."""
+        if self._parameters.has_masters:  # torch has cast what they keep to the parameters' precision
+            params = [param for _, param in self.training.named]
+            for index, entries in state_dict["state"].items():
+                if isinstance(index, int):
+                    self.training.optimizer.state[params[index]] = dict(entries)
+        self._states.where = self._states.where.to(StatePlace.WHOLE)
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """See `Piecewise`; likewise."""
+        """Return the state of this rank's pieces, and the options of all groups."""
         self.wait()
-        return super().shard_state_dict(make)
+        self._show_all()
+        RefreshMasters()(self._parameters.pieces)
+        self._take_over_state()
+        optimizer = self.training.optimizer
+        state = self._states.state if self._holds_state else StateInMemory(optimizer.state)
+        return {"param_groups": make()["param_groups"], **self._states.to_shard(state)}
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take this rank's part of what the ranks of a run had."""
+        self._show_all()
+        states = self._states.from_shards(shards)
+        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        state = self.training.optimizer.state
+        state.update({self._states.params[index]: entries for index, entries in states.items()})
+        state.update(shards[0]["others"])
+        self._states.where = self._states.where.to(StatePlace.WHOLE)
+        with self._states.state.shared_errors(self.training.group):
+            self._take_over_state()
+        if not self._holds_state:
+            self._states.place(state)
+
+    # -- other parameters, other ranks --------------------------------------------------------------
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Share further parameters, too."""
         self.wait()
         super().extend(named)
+        self._parameters.extend(named, self.training.optimizer.param_groups)
+        self._states.params = [param for _, param in named]
+        self._names.names = [name for name, _ in named]
         if self._overlap is not None:
             self._overlap.cover(named)
 
     def move_to(self, group: Group) -> None:
-        """See `Piecewise`; what ranks were sending that are lost does not arrive any more."""
+        """Share the parameters, as they are now, with other ranks. Collective over `group`.
+
+        What ranks were sending that are lost does not arrive any more. Compressors keep this rank's own.
+
+        Raises:
+            InvalidArgument: ranks have the state of their own pieces only, and these change. On all of
+                them, if all have agreed on `has_whole_state`.
+        """
         if self._overlap is not None:
             self._overlap.forget()
+        if not self.has_whole_state:
+            raise InvalidArgument(
+                "DistributedOptimizer: the ranks change, and each has the state of its own parts of the "
+                "parameters only; call load_state_dict() with that of all of them before"
+            )
+        self._show_all()
+        self._parameters.leave_memory()  # others may still read, or take along, what was shared
         super().move_to(group)
-
-    def _publish(self) -> None:
-        if self.training.group.size == 1:
-            return
-        if _is_on_device(self.training):
-            self._publish_from_device()
-            return
-        between_hosts = len(self._parameters.owners.nodes) > 1
-        parts = self._in_order_of_forward(PART_BYTES if between_hosts else sys.maxsize)
-        self._send(parts, "all", async_op=False)
-
-    def _publish_from_device(self) -> None:
-        """Send one part after the other, of which two have memory at a time."""
-        parts, before = self._in_order_of_forward(self.training.options.bucket_cap_bytes), None
-        for number, part in enumerate(parts):
-            work = self._send_from_device(part, f"part {number}")
-            if before is not None:
-                before.wait()
-            before = work
-        if before is not None:
-            before.wait()
-
-    def _publish_after_step(self, num_steps: int) -> None:
-        period = self.training.check_in_sync_every
-        if self._overlap is None or not self._can_overlap or (period and num_steps % period == 0):
-            self._publish()
-            return
-        cap_bytes = self.training.options.bucket_cap_bytes
-        for number, indices in enumerate(self._in_order_of_forward(cap_bytes)):
-            work = self._send_in_background(indices, f"part {number}")
-            self._overlap.expect([self.training.named[i][1] for i in indices], work)
-
-    @property
-    def _can_overlap(self) -> bool:
-        """Whether parameters are sent at all, and a thread may do that; the same on all ranks."""
-        group, owners = self.training.group, self._parameters.owners
-        sends = group.size > 1 and not (self._parameters.one_copy and len(owners.nodes) == 1)
-        return sends and group.queue.threads_allowed
-
-    def _in_order_of_forward(self, cap_bytes: int) -> list[Sequence[int]]:
-        """Return the updated parameters in parts of so many bytes, those first that backward reaches last."""
-        self._forget_if_divided_anew()
-        key = (cap_bytes, bytes(self._updated))
-        if key not in self._parts:
-            self._parts[key] = self._find_parts(cap_bytes)
-        return self._parts[key]
-
-    def _find_parts(self, cap_bytes: int) -> list[Sequence[int]]:
-        buckets = self._parameters.buckets
-        inside = {index for bucket in buckets for index in bucket}
-        rest = [index for index in range(len(self._updated)) if index not in inside]
-        parts = [[i for i in bucket if self._updated[i]] for bucket in (rest, *reversed(buckets))]
-        sizes = [sum(self.training.named[i][1].nbytes for i in part) for part in parts]
-        joined = join_buckets(sizes, cap_bytes)
-        together = [tuple(index for place in places for index in parts[place]) for places in joined]
-        return [part for part in together if part]
-
-    def _forget_if_divided_anew(self) -> None:
-        known = max(len(self._parts), len(self._rooms))
-        if self._known_ranges is not self._parameters.ranges or known > MAX_KNOWN:
-            self._parts.clear()
-            self._rooms.clear()
-            self._known_ranges = self._parameters.ranges
-
-    def _send_in_background(self, part: Sequence[int], what: str) -> Work:
-        if _is_on_device(self.training):
-            return self._send_from_device(part, what)
-        work = self._send([part], what, async_op=True)
-        assert work is not None
-        return work
-
-    def _send(self, parts: Sequence[Sequence[int]], what: str, *, async_op: bool) -> Work | None:
-        """Bring updated parameters from their owners to everyone, part by part. Collective."""
-        owners, one_copy = self._parameters.owners, self._parameters.one_copy
-        rooms = self._rooms_of(parts)
-        return self.training.group.queue.run(
-            Operation("shards of parameters", extra=f"{what} of updated {self._which}"),
-            lambda: owners.exchange_in_turn(rooms, one_copy=one_copy),
-            async_op=async_op,
-        )
-
-    def _send_from_device(self, part: Sequence[int], what: str) -> Work:
-        """Begin to bring updated parameters from their owners' devices to everyone's. Collective."""
-        dtypes = sorted({self.training.named[i][1].dtype for i in part}, key=str)
-        alike = [[i for i in part if self.training.named[i][1].dtype is dtype] for dtype in dtypes]
-        group, what = self.training.group, f"{what} of updated {self._which}"
-        works = [DeviceParts(rooms, group).all_gather(what) for rooms in self._rooms_of(alike)]
-        return PartsWork(works, lambda: None, [], self.training.named[part[0]][1], group)
-
-    @property
-    def _which(self) -> str:
-        """A hash of which parameters were updated."""
-        return hashlib.blake2b(bytes(self._updated), digest_size=8).hexdigest()
-
-    def _rooms_of(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
-        """Return for each part what each owner has of it, in this rank's memory; known from step to step."""
-        self._forget_if_divided_anew()
-        key = tuple(map(tuple, parts))
-        if key not in self._rooms:
-            self._rooms[key] = self._find_rooms(parts)
-        return self._rooms[key]
-
-    def _find_rooms(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
-        ranges, wanted = self._parameters.ranges, [frozenset(part) for part in parts]
-        return [
-            [
-                [room for range_ in of_one for room in self._parameters.rooms(range_, part)]
-                for of_one in ranges
-            ]
-            for part in wanted
-        ]
+        self.state.compression.move_to(())  # lets go of the buckets, whose memory is that of the ranks before
+        self._divide(self.training)
 
 
-def _is_on_device(training: Training) -> bool:
-    """Return whether the parameters are on a device: all of them, or none."""
-    return any(on_device(param) for _, param in training.named[:1])
+def _values(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return where the numbers are in memory: a sparse gradient that was reduced has each element once."""
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
+
+
+def _says_more(entries: Mapping[str, Any], param: Tensor) -> bool:
+    """Return whether the state of a parameter says more than the parameter does."""
+    if not entries or set(entries) != {MASTER}:
+        return bool(entries)
+    master = entries[MASTER]
+    return not torch.equal(master, param.detach().to(master.dtype))

@@ -12,11 +12,11 @@ from mpisgd.method_state import part
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
 
-__all__ = ["Replicated"]
+__all__ = ["KeptByCompressors", "Replicated"]
 
 
 @dataclass
-class _State:
+class KeptByCompressors:
     """What is kept from step to step: what compressors keep of gradients."""
 
     compression: CompressionState = part(CompressionState)
@@ -27,7 +27,7 @@ class Replicated(Synchronizer):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self.state = _State()
+        self.state = KeptByCompressors()
         self._open_reducer()
 
     @property
@@ -40,11 +40,9 @@ class Replicated(Synchronizer):
         return {}
 
     def _open_reducer(self) -> None:
-        self.gradients: GradientReducer = self._make_reducer()
+        training = self.training
+        self.gradients: GradientReducer = GradientReducer(training.named, training.group, training.options)
         self.gradients.compression_state = self.state.compression
-
-    def _make_reducer(self) -> GradientReducer:
-        return GradientReducer(self.training.named, self.training.group, self.training.options)
 
     def consensus(self) -> Sequence[Tensor]:
         """Return the parameters as they are."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.sharded.piecewise import Shared
+from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.replicated import Replicated
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
@@ -42,7 +42,7 @@ class Synchronous(Strategy):
 
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return what reduces gradients; with shared parameters, to the ranks that own them."""
-        return (Shared if training.share_parameters else Replicated)(training)
+        return (ShardedSynchronizer if training.share_parameters else Replicated)(training)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:
         """See `Strategy`."""

@@ -16,7 +16,7 @@ from mpisgd.gradients import fusion_buffer, reducer
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.methods.local_sgd.local_sgd import LocalSGD
-from mpisgd.methods.sharded import piecewise
+from mpisgd.methods.sharded import synchronizer as sharded_synchronizer
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.tools.verification.programs.compare import Verdict
@@ -112,7 +112,7 @@ MUTATIONS = {
     "the last rank's gradients are dropped": Mutation(FusionBuffer, "load", _drops_a_rank),
     "what nobody used keeps a stale gradient": Mutation(FusionBuffer, "unload", _keeps_stale_gradients),
     "momentum is not in the state": Mutation(DistributedOptimizer, "state_dict", _loses_momentum),
-    "a rank clips by its own norm": Mutation(piecewise, "clip_grad_norm_", _clips_by_its_own_norm),
+    "a rank clips by its own norm": Mutation(sharded_synchronizer, "clip_grad_norm_", _clips_by_its_own_norm),
     "a gradient lies one element too early": Mutation(fusion_buffer, "window", _lies_one_too_early),
     "no_sync sends": Mutation(AccumulationWindow, "muted", lambda _: lambda self: contextlib.nullcontext()),
     "sparse gradients stay on their rank": Mutation(reducer, "reduce_sparse", _leaves_sparse_gradients),

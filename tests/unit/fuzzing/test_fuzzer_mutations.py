@@ -16,7 +16,7 @@ from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMom
 from mpisgd.methods.diloco import diloco
 from mpisgd.methods.elastic_averaging import elastic_averaging
 from mpisgd.methods.gossip import mixer
-from mpisgd.methods.sharded import piecewise
+from mpisgd.methods.sharded import synchronizer as sharded_synchronizer
 from mpisgd.methods.strategy.local_scaling import LocalScaling
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.threshold import threshold
@@ -95,7 +95,7 @@ MUTATIONS = {
         StateKeeper, "_take", _gives_what_another_rank_had, lambda p: p.is_resized and uses("compress")(p)
     ),
     "an overflow of pieces is not told": Mutation(
-        piecewise, "all_reduce", lambda _: lambda *arguments: None, overflows
+        sharded_synchronizer, "all_reduce", lambda _: lambda *arguments: None, overflows
     ),
     "a rank takes the step of which its gradients are infinite": Mutation(
         LocalScaling, "_hide", lambda _: lambda self, params: None, overflows
