@@ -14,18 +14,43 @@ from mpisgd.gradients.kinds import DENSE
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.plan import BucketSlot, Plan, make_slot
 
-__all__ = ["Destination", "Everyone", "Route"]
+__all__ = ["Destination", "Everyone"]
 
 
-class Route(Protocol):
-    """How the buckets of a plan travel."""
+class Destination(Protocol):
+    """Whose combined gradients become.
+
+    Attributes:
+        how: what that adds to how they are combined, in words.
+    """
+
+    how: str
+
+    @property
+    def packing_order(self) -> Sequence[int] | None:
+        """The order in which gradients are packed; None: that in which rank 0 observes them."""
+
+    @property
+    def storage_order(self) -> Sequence[int] | None:
+        """The order in which the gradients of a bucket lie there; None: as they are packed."""
 
     @property
     def launches_early(self) -> bool:
         """Whether some are sent before backward is over though nothing else goes on; alike on all ranks."""
 
+    def cover(self, launcher: BucketLauncher) -> bool:
+        """Take over other parameters, those of `launcher`; return whether a plan is needed at once."""
+
     def make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
         """Return where buckets travel from, and what reduces them. Collective."""
+
+    def follow(self, plan: Plan) -> None:
+        """Take over a new plan. Collective."""
+        return
+
+    def release(self) -> None:
+        """Forget what the last reduction has left: the gradients were reset, or are made anew."""
+        return
 
     def launch_complete(self, in_flight: InFlightReduction) -> None:
         """Send what is complete, in the order of the plan, during backward."""
@@ -45,33 +70,6 @@ class Route(Protocol):
             kinds: of its gradients, on any rank.
         """
 
-
-class Destination(Route, Protocol):
-    """Whose combined gradients become.
-
-    Attributes:
-        how: what that adds to how they are combined, in words.
-    """
-
-    how: str
-
-    @property
-    def packing_order(self) -> Sequence[int] | None:
-        """The order in which gradients are packed; None: that in which rank 0 observes them."""
-
-    @property
-    def storage_order(self) -> Sequence[int] | None:
-        """The order in which the gradients of a bucket lie there; None: as they are packed."""
-
-    def cover(self, launcher: BucketLauncher) -> bool:
-        """Take over other parameters, those of `launcher`; return whether a plan is needed at once."""
-
-    def follow(self, plan: Plan) -> None:
-        """Take over a new plan. Collective."""
-
-    def release(self) -> None:
-        """Forget what the last reduction has left: the gradients were reset, or are made anew."""
-
     def arrived(self, in_flight: InFlightReduction, sparse: Collection[int]) -> None:
         """Note that all gradients have been taken. Collective.
 
@@ -80,17 +78,19 @@ class Destination(Route, Protocol):
             sparse: the parameters whose gradients are known to be sparse; more than those of the plan where
                 it is out of date.
         """
+        return
 
     def why_not_again(self) -> str:
         """See `GradientSync`."""
 
 
-class Everyone:
+class Everyone(Destination):
     """Every rank gets all gradients; between hosts one bucket after the other, on a host all at once."""
 
     how = ""
     launches_early = False
-    packing_order = storage_order = None
+    packing_order: Sequence[int] | None = None
+    storage_order: Sequence[int] | None = None
     _launcher: BucketLauncher
 
     def cover(self, launcher: BucketLauncher) -> bool:
@@ -99,18 +99,18 @@ class Everyone:
         return False
 
     def make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
-        """See `Route`."""
+        """See `Destination`."""
         params, group = self._launcher.params, self._launcher.group
         compression = self._launcher.options.compression
         return [make_slot(b, [params[i] for i in b.indices], group, compression) for b in buckets]
 
     def launch_complete(self, in_flight: InFlightReduction) -> None:
-        """See `Route`."""
+        """See `Destination`."""
         while (place := in_flight.next_complete()) is not None:
             self._launcher.launch(in_flight, place)
 
     def launch_rest(self, in_flight: InFlightReduction) -> None:
-        """See `Route`; without overlap all of it is one operation."""
+        """See `Destination`; without overlap all of it is one operation."""
         rest = in_flight.not_launched()
         first_params = [self._launcher.params_of(in_flight.slots[place])[0] for place in rest]
         if self._launcher.overlaps or any(map(on_device, first_params)):
@@ -120,18 +120,9 @@ class Everyone:
             self._launcher.launch_together(in_flight, rest)
 
     def unload(self, in_flight: InFlightReduction, place: int, kinds: bytes) -> None:
-        """See `Route`; None where no rank has a gradient."""
+        """See `Destination`; None where no rank has a gradient."""
         slot = in_flight.slots[place]
         slot.storage.unload(self._launcher.params_of(slot), [bool(kind & DENSE) for kind in kinds])
-
-    def follow(self, plan: Plan) -> None:
-        """See `Destination`."""
-
-    def release(self) -> None:
-        """See `Destination`."""
-
-    def arrived(self, in_flight: InFlightReduction, sparse: Collection[int]) -> None:
-        """See `Destination`."""
 
     def why_not_again(self) -> str:
         """See `Destination`."""

@@ -7,7 +7,7 @@ What a step is:
     forward    every rank: reads all of them
 """
 
-import abc
+import sys
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import ALONE_BYTES, on_host
+from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
 from mpisgd.dtypes import dtype_name
-from mpisgd.errors import InvalidArgument
+from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.fusion_buffer import Layout, layout_of
 from mpisgd.interfaces.host_transport import Segment
 from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
@@ -28,7 +29,11 @@ from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import Piece, flat_view
 from mpisgd.transport.staging_layout import slot_bytes
 
-__all__ = ["DividedParameters", "Groups", "Memory", "Named"]
+__all__ = ["DividedParameters", "Groups", "Memory", "Named", "check_divisible"]
+
+# Of parameters whose master is in host memory: while one piece is updated, the gradient of another comes, and
+# what was updated before goes back.
+OFFLOADED_BYTES = 4 * 2**20
 
 Named = Sequence[tuple[str, Tensor]]
 Groups = Sequence[Mapping[str, Any]]
@@ -48,8 +53,10 @@ class Memory(NamedTuple):
     blocks: Mapping[int, Block] = MappingProxyType({})
 
 
-class DividedParameters(abc.ABC):
-    """Divides the parameters of an optimizer among ranks.
+class DividedParameters:
+    """Divides the parameters of an optimizer among ranks, each of which has all of them in its own memory.
+
+    Large ones stay where they are.
 
     Args:
         named: all parameters, with names.
@@ -160,9 +167,9 @@ class DividedParameters(abc.ABC):
         self._addresses += [param.data_ptr() for param in new]
         self._add(memory)
 
-    @abc.abstractmethod
     def _check(self, named: Named) -> None:
         """Raise unless all parameters can be divided."""
+        check_divisible(named)
 
     def _remaining(self, params: Sequence[Tensor]) -> Collection[int]:
         """Return the places of those that must not be moved, the same on all ranks. Collective."""
@@ -249,7 +256,14 @@ class DividedParameters(abc.ABC):
 
     @property
     def _piece_bytes(self) -> int:
-        """Most bytes of a piece that is no whole parameter: what is combined and updated in the cache."""
+        """Most bytes of a piece that is no whole parameter: what is combined and updated in the cache.
+
+        A device has no use for small ones.
+        """
+        if self._masters_on_host:
+            return OFFLOADED_BYTES
+        if any(on_device(param) for _, param in self.named):
+            return sys.maxsize
         return slot_bytes(max(map(len, self.owners.nodes)))
 
     def _piece(self, range_: PieceRange, group: int, memory: Memory | None) -> Piece:
@@ -305,3 +319,28 @@ class DividedParameters(abc.ABC):
             then: the action.
         """
         self._group.queue.run(Operation("shared parameters", extra=what), then)
+
+
+def check_divisible(named: Named) -> None:
+    """Raise unless parts of all parameters can be updated where they lie.
+
+    Raises:
+        UnsupportedTensor: one is neither on the CPU nor on a GPU, or not dense, or they are not together.
+        InvalidArgument: one is a view with gaps.
+    """
+    for name, param in named:
+        if not (param.is_cpu or on_device(param)) or param.layout is not torch.strided:
+            where = f"on {param.device}, {param.layout}"
+            raise UnsupportedTensor(
+                f"Sharded: {name} is {where}; dense parameters on the CPU or a GPU can be divided"
+            )
+        if param.device != named[0][1].device:
+            other, device = named[0][0], named[0][1].device
+            raise UnsupportedTensor(
+                f"Sharded: {name} is on {param.device} and {other} on {device}; all are to be on one device"
+            )
+        if param.numel() and param.stride() != layout_of(param).stride:
+            raise InvalidArgument(
+                f"Sharded: {name} has the strides {param.stride()}, which leave gaps in memory; make it "
+                "contiguous before the optimizer is wrapped"
+            )

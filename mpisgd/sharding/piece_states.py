@@ -207,13 +207,30 @@ class PieceStates:
 
         Errors of the store are held: other ranks may have taken their parts already.
         """
-        if self.where is StatePlace.PIECES:
-            return
+        if self.where is StatePlace.WHOLE:
+            others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+            with self.state.held_errors():
+                self.take_parts(self.wholes_in(state), others)
+            state.clear()
+
+    def take_parts(self, wholes: Mapping[int, Entries], others: Mapping[Any, Any]) -> None:
+        """Take this rank's part of these states; see `cut`."""
         self.where = self.where.to(StatePlace.PIECES)
-        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        with self.state.held_errors():
-            self.cut(self.wholes_in(state), others)
-        state.clear()
+        self.cut(wholes, others)
+
+    def loaded(self) -> None:
+        """Note that the optimizer has the states of all parameters."""
+        self.where = self.where.to(StatePlace.WHOLE)
+
+    def lend(self) -> StateStore:
+        """Return what the optimizer is to have as its state during a step; see `take_back`."""
+        self.where = self.where.to(StatePlace.STEP)
+        return self.state
+
+    def take_back(self) -> None:
+        """Note that a step is over."""
+        if self.where is StatePlace.STEP:
+            self.where = self.where.to(StatePlace.PIECES)
 
     @contextlib.contextmanager
     def shown_in(self, state: MutableMapping[Any, Any], wholes: Mapping[int, Entries]) -> Iterator[None]:

@@ -12,14 +12,16 @@ Gradients, of all parameters of an optimizer:
     DEFERRED   p.grad is a `ShardedGradient`; each rank has its own still, which the step combines
     OWNED      p.grad is a `ShardedGradient`; each owner has the combined gradients of its pieces
 
-Optimizer state, between steps:
+Optimizer state:
 
-    WHOLE ----- the first step, which takes this rank's part -----> PIECES
-      ^                                                                |
-      +------------- a state dict is loaded ----------- (from either) -+
+              the first step, or shards are loaded               a step begins
+    WHOLE ----------------------------------------> PIECES -----------------------> STEP
+      ^                                               |  ^                            |
+      +------------- a state dict is loaded ----------+  +------- the step ends ------+
 
-    WHOLE      with the optimizer, of all parameters
-    PIECES     with the pieces of this rank; the optimizer has none
+    WHOLE      the optimizer has that of all parameters
+    PIECES     this rank has that of its pieces; the optimizer has none
+    STEP       the optimizer has that of the pieces, and no parameters but these
 """
 
 import enum
@@ -36,27 +38,28 @@ class GradientPlace(enum.Enum):
 
     def to(self, place: "GradientPlace") -> "GradientPlace":
         """Return the next place, which must be one that may follow."""
-        assert (self, place) in _GRADIENTS, f"gradients {self.value} cannot be {place.value} next"
+        legal = place is GradientPlace.LOCAL or (self, place) in _GRADIENTS
+        assert legal, f"gradients that are {self.value} are {place.value} next"
         return place
 
 
 class StatePlace(enum.Enum):
-    """Where the optimizer state is; see above."""
+    """Where the optimizer's state is; see above."""
 
     WHOLE = "with the optimizer"
     PIECES = "with the pieces"
+    STEP = "with the optimizer, in a step"
 
     def to(self, place: "StatePlace") -> "StatePlace":
         """Return the next place, which must be one that may follow."""
-        assert (self, place) != (StatePlace.PIECES, StatePlace.PIECES), "the state was taken over already"
+        is_step = StatePlace.STEP in (self, place)
+        assert not is_step or (self, place) in _STEPS, f"a state that is {self.value} is {place.value} next"
         return place
 
 
 _GRADIENTS = {
-    (GradientPlace.LOCAL, GradientPlace.LOCAL),
     (GradientPlace.LOCAL, GradientPlace.DEFERRED),
     (GradientPlace.LOCAL, GradientPlace.OWNED),
     (GradientPlace.DEFERRED, GradientPlace.OWNED),
-    (GradientPlace.DEFERRED, GradientPlace.LOCAL),
-    (GradientPlace.OWNED, GradientPlace.LOCAL),
 }
+_STEPS = {(StatePlace.PIECES, StatePlace.STEP), (StatePlace.STEP, StatePlace.PIECES)}

@@ -25,11 +25,11 @@ from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_casting, needs_none, no, yes
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
+from mpisgd.sharding.divided_parameters import check_divisible
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.offload.description import Offload
-from mpisgd.sharding.replicated_parameters import check_divisible
 from mpisgd.sharding.shared_parameters import check_shareable
 
 __all__ = ["Sharded"]

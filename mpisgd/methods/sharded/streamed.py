@@ -23,6 +23,7 @@ from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
+from mpisgd.sharding.places import StatePlace
 
 __all__ = ["StreamedSynchronizer"]
 
@@ -126,10 +127,11 @@ class StreamedSynchronizer(Synchronizer):
 
     def _hide(self) -> None:
         """Take all parameters from the optimizer, and give it the state of the pieces."""
-        self._hidden.hide(self.training.optimizer, self._states.state)
+        self._hidden.hide(self.training.optimizer, self._states.lend())
 
     def _show_all(self) -> None:
-        self._hidden.show(self.training.optimizer)
+        if self._hidden.show(self.training.optimizer):
+            self._states.take_back()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm of all gradients, which are read, and written if they change. Collective."""
@@ -158,9 +160,12 @@ class StreamedSynchronizer(Synchronizer):
 
     def _take_over_state(self) -> None:
         """Take this rank's part of a state that is whole."""
-        if self.has_whole_state:
-            self._states.take_over(self.training.optimizer.state)
-            self.has_whole_state = False
+        self._states.take_over(self.training.optimizer.state)
+
+    @property
+    def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
+        """See `Synchronizer`."""
+        return self._states.where is StatePlace.WHOLE
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all parameters, of which each rank has its pieces. Collective."""
@@ -174,7 +179,7 @@ class StreamedSynchronizer(Synchronizer):
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
-        self.has_whole_state = True
+        self._states.loaded()
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank's pieces, and the options of all groups."""
@@ -188,8 +193,7 @@ class StreamedSynchronizer(Synchronizer):
         states = self._states.from_shards(shards)
         load({"state": {}, "param_groups": shards[0]["param_groups"]})
         with self._states.state.shared_errors(self.training.group):
-            self._states.cut(states, shards[0]["others"])
-        self.has_whole_state = False
+            self._states.take_parts(states, shards[0]["others"])
 
     # -- what files cannot follow --------------------------------------------------------------------
 

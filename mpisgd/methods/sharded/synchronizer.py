@@ -40,7 +40,6 @@ from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.places import StatePlace
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.to_owners import ToOwners
-from mpisgd.sharding.replicated_parameters import ReplicatedParameters
 from mpisgd.sharding.shared_parameters import SharedParameters
 
 __all__ = ["UNSCALE", "ShardedSynchronizer"]
@@ -100,7 +99,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def _make_parameters(self, training: Training) -> DividedParameters:
         """Return which rank updates what. Collective."""
-        kind = SharedParameters if training.share_parameters or not self._stage else ReplicatedParameters
+        kind = SharedParameters if training.share_parameters or not self._stage else DividedParameters
         owners = Owners(training.group, of_host=not self._stage)
         return kind(
             training.named,
@@ -227,7 +226,8 @@ class ShardedSynchronizer(Synchronizer):
 
     def _hide(self) -> None:
         """Take all parameters from the optimizer, and give it the state of the pieces."""
-        self._hidden.hide(self.training.optimizer, self._states.state if self._holds_state else None)
+        optimizer, holds = self.training.optimizer, self._holds_state
+        self._hidden.hide(optimizer, self._states.lend() if holds else None)
 
     def _show_pieces(self) -> None:
         """Let the optimizer see what it is to update: the pieces that have a gradient now."""
@@ -280,6 +280,7 @@ class ShardedSynchronizer(Synchronizer):
     def _show_all(self) -> None:
         """Give the optimizer all its parameters back, if they are hidden."""
         if self._hidden.show(self.training.optimizer):
+            self._states.take_back()
             self._destination.stand_in_again()
 
     def end_failed_step(self) -> None:
@@ -357,7 +358,7 @@ class ShardedSynchronizer(Synchronizer):
             for index, entries in state_dict["state"].items():
                 if isinstance(index, int):
                     self.training.optimizer.state[params[index]] = dict(entries)
-        self._states.where = self._states.where.to(StatePlace.WHOLE)
+        self._states.loaded()
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank's pieces, and the options of all groups."""
@@ -377,7 +378,7 @@ class ShardedSynchronizer(Synchronizer):
         state = self.training.optimizer.state
         state.update({self._states.params[index]: entries for index, entries in states.items()})
         state.update(shards[0]["others"])
-        self._states.where = self._states.where.to(StatePlace.WHOLE)
+        self._states.loaded()
         with self._states.state.shared_errors(self.training.group):
             self._take_over_state()
         if not self._holds_state:

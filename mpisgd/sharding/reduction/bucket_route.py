@@ -36,7 +36,7 @@ __all__ = ["BucketRoute"]
 
 
 class BucketRoute:
-    """A `Route` on which the parts of each bucket go to the ranks that own them.
+    """What brings the parts of each bucket to the ranks that own them, for `ToOwners`.
 
     A bucket in which some rank has a sparse gradient becomes everyone's instead.
 
@@ -54,7 +54,7 @@ class BucketRoute:
 
     @property
     def launches_early(self) -> bool:
-        """See `Route`. What travels together is complete when backward ends: nothing needs to watch it."""
+        """See `Destination`; what travels together at the end of backward needs nobody to watch it."""
         frees = self._frees and self._launcher.group.size > 1 and self._launcher.may_launch_early
         return frees and len(self._joined) > 1
 
@@ -89,7 +89,7 @@ class BucketRoute:
     # -- the memory ---------------------------------------------------------------------------------
 
     def make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
-        """See `Route`; where gradients are freed, buckets are filled one after the other, in one memory."""
+        """See `Destination`; where gradients are freed, one memory is filled by bucket after bucket."""
         if not self._frees:
             return [self._slot(bucket) for bucket in buckets]
         slots: list[BucketSlot] = []
@@ -127,7 +127,7 @@ class BucketRoute:
     # -- on the way ---------------------------------------------------------------------------------
 
     def launch_complete(self, in_flight: InFlightReduction) -> None:
-        """See `Route`."""
+        """See `Destination`."""
         for places in self._joined:
             if places[0] in in_flight.launched:
                 continue
@@ -136,7 +136,7 @@ class BucketRoute:
             self._launch(in_flight, places)
 
     def launch_rest(self, in_flight: InFlightReduction) -> None:
-        """See `Route`."""
+        """See `Destination`."""
         for places in self._joined:
             if places[0] not in in_flight.launched:
                 self._launch(in_flight, places)
@@ -213,7 +213,7 @@ class BucketRoute:
     # -- when all have arrived ----------------------------------------------------------------------
 
     def unload(self, in_flight: InFlightReduction, place: int, kinds: bytes) -> None:
-        """See `Route`; what is sparse is added to whole dense gradients, which everyone gets then."""
+        """See `Destination`; what is sparse is added to whole dense gradients, which everyone gets then."""
         slot = in_flight.slots[place]
         exists = [bool(kind & DENSE) for kind in kinds]
         if place not in in_flight.at_owners:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.destination import Everyone, Route
+from mpisgd.gradients.destination import Everyone
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import DENSE, SPARSE
 from mpisgd.gradients.launcher import BucketLauncher
@@ -100,7 +100,7 @@ class ToOwners:
         return on_device(param) or wire not in (None, param.dtype)
 
     def make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
-        """See `Route`."""
+        """See `Destination`."""
         self._by_bucket = None
         if self._goes_by_bucket:
             self._by_bucket = BucketRoute(self._launcher, self._parameters, frees=self._stage == 2)
@@ -126,23 +126,23 @@ class ToOwners:
         return PieceReduction(plan, self._parameters, memory, op, finish)
 
     @property
-    def _route(self) -> Route:
+    def _route(self) -> Everyone | BucketRoute:
         """What buckets take that do not go by piece."""
         return self._everyone if self._by_bucket is None else self._by_bucket
 
     @property
     def launches_early(self) -> bool:
-        """See `Route`."""
+        """See `Destination`."""
         return self._route.launches_early
 
     # -- a reduction --------------------------------------------------------------------------------
 
     def launch_complete(self, in_flight: InFlightReduction) -> None:
-        """See `Route`."""
+        """See `Destination`."""
         self._route.launch_complete(in_flight)
 
     def launch_rest(self, in_flight: InFlightReduction) -> None:
-        """See `Route`."""
+        """See `Destination`."""
         if self._by_piece is None:
             self._route.launch_rest(in_flight)
         elif rest := in_flight.not_launched():
@@ -163,7 +163,7 @@ class ToOwners:
         return True
 
     def unload(self, in_flight: InFlightReduction, place: int, kinds: bytes) -> None:
-        """See `Route`."""
+        """See `Destination`."""
         if self._by_piece is not None and place in in_flight.at_owners:
             return
         for index, kind in zip(in_flight.slots[place].bucket.indices, kinds, strict=True):
