@@ -1,7 +1,8 @@
 """Values that differ between ranks, such as shards of an optimizer's state, with a replica on a buddy rank.
 
 The buddy of a rank is the next rank or, in a job on several hosts, one on the next host. When a rank is lost,
-its value comes from its buddy, and every rank gets the values of all ranks to redistribute them.
+its value comes from its buddy. Every rank gets the values of all ranks to redistribute them, or those that it
+holds, of a `HeldByOne`.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.errors import StateLost
 from mpisgd.job.rank_info import rank, size, topology
 
-__all__ = ["BuddyReplicas", "PerRank", "buddy_of"]
+__all__ = ["BuddyReplicas", "HeldByOne", "PerRank", "buddy_of"]
 
 TAG = 30_001  # unlikely in a program's own messages
 
@@ -44,6 +45,13 @@ class PerRank:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: see `BuddyReplicas`."""
+
+
+class HeldByOne(PerRank):
+    """A value of which each rank needs a part of everyone's only: `put` sends that.
+
+    `put` is called on every rank, with the values that this one holds; each is held by one rank.
+    """
 
 
 def buddy_of(nodes: Sequence[Sequence[int]], rank: int) -> int:
@@ -87,9 +95,7 @@ class BuddyReplicas:
         """
         if not values:
             return
-        stream = io.BytesIO()
-        torch.save({name: value.get() for name, value in values.items()}, stream)
-        mine, nodes = stream.getvalue(), topology().nodes
+        mine, nodes = _saved({name: value.get() for name, value in values.items()}), topology().nodes
         owners = [other for other in range(size()) if other != rank() and buddy_of(nodes, other) == rank()]
         replicas = {rank(): mine, **_exchange(mine, buddy_of(nodes, rank()), owners)}
         self._commits[number] = _Commit(size(), replicas)
@@ -118,16 +124,31 @@ class BuddyReplicas:
                 f"elastic: the PerRank values of rank {missing[0]} are lost: its buddy, which held their "
                 "replica, is lost too; start again from a checkpoint"
             )
-        everyones = {owner: _sent_by(holder, held, owner) for owner, holder in sorted(holders.items())}
+        mine = {owner: _loaded(held.replicas[owner]) for owner, by in holders.items() if by == rank()}
+        of_all = [name for name, value in values.items() if not isinstance(value, HeldByOne)]
+        theirs = {owner: _sent_by(by, mine.get(owner, {}), of_all) for owner, by in sorted(holders.items())}
         for name, value in values.items():
-            value.put({owner: theirs[name] for owner, theirs in everyones.items()})
+            known = theirs if name in of_all else mine
+            value.put({owner: of_one[name] for owner, of_one in known.items()})
 
 
-def _sent_by(holder: int, held: _Commit, owner: int) -> dict[str, Any]:
-    """Return the values of a rank, which `holder` sends to all. Collective."""
-    replica = broadcast_object(held.replicas[owner] if rank() == holder else None, holder)
+def _saved(values: Mapping[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(values, stream)
+    return stream.getvalue()
+
+
+def _loaded(replica: bytes) -> dict[str, Any]:
     values: dict[str, Any] = torch.load(io.BytesIO(replica), weights_only=True)
     return values
+
+
+def _sent_by(holder: int, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return some of the values of a rank, which `holder` sends to all. Collective."""
+    if not names:
+        return {}
+    replica = _saved({name: values[name] for name in names}) if rank() == holder else None
+    return _loaded(broadcast_object(replica, holder))
 
 
 def _exchange(mine: bytes, buddy: int, owners: Sequence[int]) -> dict[int, bytes]:

@@ -8,7 +8,7 @@ import torch
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import has_state_dict
 from mpisgd.collectives.objects import broadcast_object
-from mpisgd.elastic.buddy_replicas import PerRank
+from mpisgd.elastic.buddy_replicas import HeldByOne, PerRank
 from mpisgd.elastic.sampler import ElasticSampler
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
@@ -26,12 +26,15 @@ class StateHandler:
 
     Attributes:
         value: what the state's attribute is.
-        per_rank: what of it differs between ranks, and survives the loss of one of them.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.per_rank: PerRank | None = value if isinstance(value, PerRank) else None
+
+    @property
+    def per_rank(self) -> PerRank | None:
+        """What of it differs between ranks, and survives the loss of one of them."""
+        return self.value if isinstance(self.value, PerRank) else None
 
     def save(self, into: Any) -> Any:
         """Return a copy of the value, in the memory of an older copy where that fits."""
@@ -120,18 +123,25 @@ class _OptimizerHandler(_StateDictHandler):
 class _ShardsHandler(_OptimizerHandler):
     """For optimizers of whose state each rank has a part: it keeps that, and its buddy a replica.
 
-    The parts are put together again, for the ranks that there are then, when `per_rank` is restored.
+    Where the ranks have changed, each gets of all parts what it owns now. A group of its own is made again
+    later, by the program: all of its ranks, whichever these are, get all parts.
     """
 
     def __init__(self, value: DistributedOptimizer) -> None:
         super().__init__(value)
-        self.per_rank = PerRank(value.shard_state_dict, self._take)
         self._shards: list[Any] = []  # which a group of its own is to divide anew, that is not there yet
 
+    @property
+    def per_rank(self) -> PerRank:
+        """See `StateHandler`."""
+        kind = HeldByOne if self.value.spans_job else PerRank
+        return kind(self.value.shard_state_dict, self._take)
+
     def _take(self, shards: Mapping[int, Any]) -> None:
-        self._shards = list(shards.values())
         if self.value.spans_job:
-            self.end_reset()
+            self.value._load_shards(list(shards.values()), held=True)
+        else:
+            self._shards = list(shards.values())
 
     def end_reset(self) -> None:
         if self._shards:

@@ -343,8 +343,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not shards:
             raise InvalidArgument("load_shard_state_dicts: no shards; pass those of all ranks of a run")
+        self._load_shards(shards)
+
+    def _load_shards(self, shards: Sequence[Mapping[str, Any]], *, held: bool = False) -> None:
+        """Do so with all of them, or with those that this rank holds; collective then."""
         with owned_by(self._owner):
-            self._synchronizer.load_shards(shards, super().load_state_dict)
+            self._synchronizer.load_shards(shards, super().load_state_dict, held=held)
         self._window.use(self._synchronizer.gradients)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

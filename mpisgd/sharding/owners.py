@@ -62,6 +62,7 @@ class Owners:
         memory: the shared memory of this host's ranks; None where there is none.
         nodes: the owners on each host; a rank without shared memory counts as a host of its own.
         rank: the number of this one.
+        ranks: of all owners in the group.
         once: the ranks of the group whose parts are everything, once.
     """
 
@@ -72,11 +73,11 @@ class Owners:
         topology = group.known_topology
         here: Sequence[int] = topology.nodes[topology.node_rank] if self.memory is not None else (group.rank,)
         if of_host:
-            self.rank = here.index(group.rank)
+            self.rank, self.ranks = here.index(group.rank), here
             self.nodes: tuple[tuple[int, ...], ...] = (tuple(range(len(here))),)
             self.once: Sequence[int] = topology.nodes[0] if shares else (0,)
         else:
-            self.rank = group.rank
+            self.rank, self.ranks = group.rank, range(group.size)
             self.nodes = topology.nodes if shares else tuple((rank,) for rank in range(group.size))
             self.once = range(group.size)
         self.of_host = of_host

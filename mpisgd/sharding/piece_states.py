@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import on_host
-from mpisgd.collectives.objects import allocate_tensors, extract_tensors
-from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout
@@ -18,6 +16,7 @@ from mpisgd.sharding.division import Member
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
 from mpisgd.sharding.places import StatePlace
+from mpisgd.sharding.state_exchange import all_gather_outlines, to_everyone, to_owners
 
 __all__ = ["PieceNames", "PieceStates"]
 
@@ -107,10 +106,11 @@ class PieceStates:
 
     def _change(self, divide: Callable[[], None]) -> None:
         """Take the state along into other pieces."""
-        wholes, others = self.gather(), self.others
+        mine, others = self._mine_now(), self.others
         divide()
+        parts = to_owners(mine, self.parameters.owners, self.parameters.ranges, self.state)
         with self.state.shared_errors(self._group):
-            self.cut(wholes, others)
+            self.cut(self.join(parts), others)
 
     def mine(self, read: Callable[[Tensor], Entries]) -> list[PieceState]:
         """Return what the optimizer keeps for the pieces of this rank, masters included, in host memory.
@@ -145,30 +145,16 @@ class PieceStates:
         Args:
             wholes: what this rank has instead, where a state was loaded that is whole.
         """
-        with self.state.shared_errors(self._group):
-            mine = self.mine(self.state.read) if wholes is None else self._mine_of(wholes)
-            self.state.end_step()
-        everyones = self._everyones(mine)
+        everyones = to_everyone(self._mine_now(wholes), self.parameters.owners, self.state)
         with self.state.shared_errors(self._group):
             return self.join(everyones)
 
-    def _everyones(self, mine: Sequence[PieceState]) -> list[PieceState]:
-        """Return the states of everyone's pieces. Collective.
-
-        Cost: every rank receives what the others own; see `Owners.exchange`.
-        """
-        owners, run = self.parameters.owners, self._group.queue.run
-        outline, tensors = extract_tensors([(tuple(s.member), s.cut, s.kept) for s in mine])
-        outlines: list[Any] = []
-        run(_operation("outline"), lambda: outlines.extend(owners.all_gather_object(outline)))
+    def _mine_now(self, wholes: Mapping[int, Entries] | None = None) -> list[PieceState]:
+        """Return what is kept for the pieces of this rank, or their part of `wholes`. Collective."""
         with self.state.shared_errors(self._group):
-            theirs = [
-                ([], tensors) if rank == owners.rank else allocate_tensors(other, self.state.empty)
-                for rank, other in enumerate(outlines)
-            ]
-        run(_operation("state"), lambda: owners.exchange([room for _, room in theirs]))
-        found = [PieceState(Member(*member), cut, kept) for tree, _ in theirs for member, cut, kept in tree]
-        return [*mine, *found]
+            mine = self.mine(self.state.read) if wholes is None else self._mine_of(wholes)
+            self.state.end_step()
+        return mine
 
     def join(self, everyones: Sequence[PieceState]) -> dict[int, dict[str, Any]]:
         """Return the states of all parameters, put together from those of all pieces."""
@@ -259,24 +245,30 @@ class PieceStates:
             "others": {key: state[key] for key in state if not isinstance(key, Tensor)},
         }
 
-    def from_shards(self, shards: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Return the states of the parameters that this rank has parts of, whole.
+    def from_shards(
+        self, shards: Sequence[Mapping[str, Any]], *, held: bool = False
+    ) -> tuple[dict[int, dict[str, Any]], Mapping[str, Any]]:
+        """Return the states of the parameters that this rank has parts of, and a shard without its parts.
+
+        What other ranks own of these parameters may be anything.
 
         Args:
             shards: what `to_shard` has returned on all ranks of a run, however many these were.
+            held: whether each rank gives those that it holds, each held by one of them; collective then.
 
         Raises:
-            InvalidArgument: those of some ranks are missing.
+            InvalidArgument: those of some ranks are missing; on all ranks if they are given so.
         """
-        _check_complete(shards)
+        owners, ranges, parts = self.parameters.owners, self.parameters.ranges, _parts_of(shards)
+        heads = [{key: value for key, value in shard.items() if key != "parts"} for shard in shards]
+        if held:
+            heads = [head for of_one in all_gather_outlines(heads, owners) for head in of_one]
+        _check_complete(heads)
+        if held:
+            return self.join(to_owners(parts, owners, ranges, self.state)), heads[0]
         needed = {member.param for piece in self.parameters.pieces for member in piece.members}
-        found: dict[tuple[int, int], PieceState] = {}  # hosts may have the same parts
-        for shard in shards:
-            for part in shard["parts"]:
-                member = Member(*(part[field] for field in Member._fields))
-                if member.param in needed:
-                    found[member.param, member.first] = PieceState(member, part["cut"], part["kept"])
-        return self.join(list(found.values()))
+        found = {part.member[:2]: part for part in parts if part.member.param in needed}
+        return self.join(list(found.values())), heads[0]  # hosts may have had the same
 
     @property
     def others(self) -> dict[Any, Any]:
@@ -291,6 +283,15 @@ def _with_missing(entries: Mapping[str, Any], others: Mapping[str, Any]) -> dict
 
 def _on_host(entries: Entries) -> Entries:
     return {key: on_host(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+
+
+def _parts_of(shards: Sequence[Mapping[str, Any]]) -> list[PieceState]:
+    """Return the states in what `to_shard` has returned."""
+    return [
+        PieceState(Member(*(part[field] for field in Member._fields)), part["cut"], part["kept"])
+        for shard in shards
+        for part in shard["parts"]
+    ]
 
 
 def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
@@ -347,7 +348,3 @@ def _cut(member: Member, entries: Entries, shape: Any, layout: Layout) -> PieceS
         if is_elementwise_entry(key, value, shape)
     }
     return PieceState(member, cut, {key: value for key, value in entries.items() if key not in cut})
-
-
-def _operation(what: str) -> Operation:
-    return Operation("shared parameters", extra=f"optimizer {what}")

@@ -69,9 +69,9 @@ MUTATIONS = (
     ),
     Mutation(
         "shards are not gathered after the second step",
-        "methods/sharded/piecewise.py",
-        "        self._publish_after_step(num_steps)\n",
-        "        self._publish_after_step(num_steps) if num_steps != 2 else None\n",
+        "methods/sharded/synchronizer.py",
+        "        self._publication.publish(self._updated, in_background=not compares)\n",
+        "        self._publication.publish(self._updated) if num_steps != 2 else None\n",
     ),
     Mutation(
         "a bucket keeps the gradients of its first step",

@@ -187,13 +187,19 @@ class StreamedSynchronizer(Synchronizer):
         self._take_over_state()
         return {"param_groups": make()["param_groups"], **self._states.to_shard(self._states.state)}
 
-    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+    def load_shards(
+        self,
+        shards: Sequence[Mapping[str, Any]],
+        load: Callable[[dict[str, Any]], Any],
+        *,
+        held: bool = False,
+    ) -> None:
         """Take this rank's part of what the ranks of a run had."""
         self._show_all()
-        states = self._states.from_shards(shards)
-        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        states, head = self._states.from_shards(shards)
+        load({"state": {}, "param_groups": head["param_groups"]})
         with self._states.state.shared_errors(self.training.group):
-            self._states.take_parts(states, shards[0]["others"])
+            self._states.take_parts(states, head["others"])
 
     # -- what files cannot follow --------------------------------------------------------------------
 

@@ -370,14 +370,20 @@ class ShardedSynchronizer(Synchronizer):
         state = self._states.state if self._holds_state else StateInMemory(optimizer.state)
         return {"param_groups": make()["param_groups"], **self._states.to_shard(state)}
 
-    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+    def load_shards(
+        self,
+        shards: Sequence[Mapping[str, Any]],
+        load: Callable[[dict[str, Any]], Any],
+        *,
+        held: bool = False,
+    ) -> None:
         """Take this rank's part of what the ranks of a run had."""
         self._show_all()
-        states = self._states.from_shards(shards)
-        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        states, head = self._states.from_shards(shards, held=held)
+        load({"state": {}, "param_groups": head["param_groups"]})
         state = self.training.optimizer.state
         state.update({self._states.params[index]: entries for index, entries in states.items()})
-        state.update(shards[0]["others"])
+        state.update(head["others"])
         self._states.loaded()
         with self._states.state.shared_errors(self.training.group):
             self._take_over_state()

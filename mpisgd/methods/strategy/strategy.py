@@ -199,12 +199,19 @@ class Synchronizer:
             "strategy=mpisgd.Sharded()"
         )
 
-    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+    def load_shards(
+        self,
+        shards: Sequence[Mapping[str, Any]],
+        load: Callable[[dict[str, Any]], Any],
+        *,
+        held: bool = False,
+    ) -> None:
         """Take over the parts that all ranks of a run had, as `shard_state_dict` has returned them.
 
         Args:
             shards: of all ranks.
             load: what the wrapped optimizer loads a state dict by.
+            held: whether each rank gives those that it holds, each held by one of them; collective then.
 
         Raises:
             InvalidArgument: the ranks do not divide it, or some are missing.

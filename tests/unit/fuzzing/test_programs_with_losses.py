@@ -118,6 +118,16 @@ def test_what_was_on_its_way_when_a_rank_was_lost_is_not_waited_for(waits):
     assert run(program(*events, optimizer="AdamW", settings=(("lr", 0.01),), strategy=strategy)) == "ok"
 
 
+@pytest.mark.parametrize("lost", [(1,), (0, 2)])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_those_that_are_left_get_their_parts_of_a_divided_state(stage, lost):
+    events = (*STEP, Commit(), *STEP, Commit(), *STEP, Lose(lost), *(STEP * 2))
+    strategy = f"mpisgd.Sharded(stage={stage})"
+    assert (
+        run(program(*events, ranks=4, optimizer="AdamW", settings=(("lr", 0.01),), strategy=strategy)) == "ok"
+    )
+
+
 # -- what cannot be recovered from is refused on all that are left ----------------------------------------
 
 
