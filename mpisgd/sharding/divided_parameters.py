@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.arrivals import arriving
 from mpisgd.accelerator.buffers import ALONE_BYTES, on_host
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
@@ -27,6 +28,7 @@ from mpisgd.sharding.elementwise import counts_on_device, may_join
 from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import Piece, flat_view
+from mpisgd.sharding.pieces import Receiver
 from mpisgd.transport.staging_layout import slot_bytes
 
 __all__ = ["DividedParameters", "Groups", "Memory", "Named", "check_divisible"]
@@ -217,25 +219,26 @@ class DividedParameters:
         """Whether some rank may have parts of parameters; the same on all of them."""
         return self.owners.size > 1 or self._cuts_alone
 
-    def keep_whole(self, indices: Collection[int]) -> None:
-        """Let one rank own all of each of these parameters, for good. Pieces are others then."""
+    def keep_whole(self, indices: Collection[int]) -> Sequence[Sequence[PieceRange]]:
+        """Let one rank own all of each of these parameters, for good; return `ranges`. Pieces are others."""
         self._whole.update(indices)
-        self._divide_again()
+        return self._divide_again()
 
     def is_divided_by(self, buckets: Sequence[tuple[int, ...]]) -> bool:
         """Return whether `divide_by` would change nothing; the same on all ranks."""
         return self.buckets == list(buckets)
 
-    def divide_by(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Divide the parameters of each bucket by themselves. Pieces are others then."""
+    def divide_by(self, buckets: Sequence[tuple[int, ...]]) -> Sequence[Sequence[PieceRange]]:
+        """Divide the parameters of each bucket by themselves; return `ranges`. Pieces are others then."""
         self.buckets = list(buckets)
-        self._divide_again()
+        return self._divide_again()
 
-    def _divide_again(self) -> None:
+    def _divide_again(self) -> Sequence[Sequence[PieceRange]]:
         self.ranges = [[] for _ in range(self.owners.size)]
         self.pieces = []
         for memory in self._memories:
             self._add(memory)
+        return self.ranges
 
     def _add(self, memory: Memory) -> None:
         """Divide the parameters of a memory among the ranks."""
@@ -293,6 +296,13 @@ class DividedParameters:
         return [self.part(member) for member in members]
 
     # -- around a step ------------------------------------------------------------------------------
+
+    def hand_over(self, receiver: Receiver) -> None:
+        """See `Pieces`; one after the other as the gradients come from a device."""
+        found = [(piece, piece.grad) for piece in self.pieces if piece.grad is not None]
+        for (piece, _), grad in zip(found, arriving([grad for _, grad in found]), strict=True):
+            receiver.received(piece, grad)
+        receiver.finish()
 
     def check_in_place(self) -> None:
         """Raise unless the parameters still lie where they were when they were divided.

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,28 +11,30 @@ from mpisgd.accelerator.buffers import on_host
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout
-from mpisgd.sharding.divided_parameters import DividedParameters
-from mpisgd.sharding.division import Member
+from mpisgd.sharding.division import Member, PieceRange
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
+from mpisgd.sharding.pieces import Pieces
 from mpisgd.sharding.places import StatePlace
 from mpisgd.sharding.state_exchange import all_gather_outlines, to_everyone, to_owners
 
 __all__ = ["PieceNames", "PieceStates"]
+
+Ranges = Sequence[Sequence[PieceRange]]
 
 
 class PieceNames:
     """Names the tensors of pieces after what lies in them, such as `weight[0:512]`.
 
     Args:
-        parameters: what has the pieces.
+        parameters: the pieces.
         names: of all parameters.
 
     Attributes:
         names: as given; may grow at its end.
     """
 
-    def __init__(self, parameters: DividedParameters, names: Sequence[str]) -> None:
+    def __init__(self, parameters: Pieces, names: Sequence[str]) -> None:
         self._parameters, self.names = parameters, list(names)
         self._known: dict[Tensor, str] = {}
 
@@ -48,7 +50,7 @@ class PieceStates:
 
     Args:
         params: all parameters.
-        parameters: where they lie, and which rank owns what.
+        parameters: the pieces, and which rank owns what.
         group: the ranks that train together.
         state: where it is kept; in memory by default.
 
@@ -62,7 +64,7 @@ class PieceStates:
     def __init__(
         self,
         params: Sequence[Tensor],
-        parameters: DividedParameters,
+        parameters: Pieces,
         group: Group,
         state: StateStore | None = None,
     ) -> None:
@@ -94,21 +96,13 @@ class PieceStates:
             entries = self.state.pop(piece.tensor)
             self.state.update({part.tensor: piece.cut_entries(entries, part) for part in parts})
 
-    def keep_whole(self, indices: Collection[int]) -> None:
-        """Let one rank own all of each of these parameters, if that is new. Collective."""
-        if self.parameters.may_keep_whole(indices):
-            self._change(lambda: self.parameters.keep_whole(indices))
+    def take_along(self, divide: Callable[[], Ranges]) -> None:
+        """Take the state along into other pieces; `divide` makes these, and returns what each owner has then.
 
-    def divide_by(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        """Divide the parameters of each bucket by themselves, if that is new. Collective."""
-        if not self.parameters.is_divided_by(buckets):
-            self._change(lambda: self.parameters.divide_by(buckets))
-
-    def _change(self, divide: Callable[[], None]) -> None:
-        """Take the state along into other pieces."""
+        Collective.
+        """
         mine, others = self._mine_now(), self.others
-        divide()
-        parts = to_owners(mine, self.parameters.owners, self.parameters.ranges, self.state)
+        parts = to_owners(mine, self.parameters.owners, divide(), self.state)
         with self.state.shared_errors(self._group):
             self.cut(self.join(parts), others)
 
@@ -246,7 +240,7 @@ class PieceStates:
         }
 
     def from_shards(
-        self, shards: Sequence[Mapping[str, Any]], *, held: bool = False
+        self, shards: Sequence[Mapping[str, Any]], ranges: Ranges | None = None
     ) -> tuple[dict[int, dict[str, Any]], Mapping[str, Any]]:
         """Return the states of the parameters that this rank has parts of, and a shard without its parts.
 
@@ -254,17 +248,18 @@ class PieceStates:
 
         Args:
             shards: what `to_shard` has returned on all ranks of a run, however many these were.
-            held: whether each rank gives those that it holds, each held by one of them; collective then.
+            ranges: what each owner has, where each rank gives those that it holds, and each shard is held by
+                one of them; collective then.
 
         Raises:
             InvalidArgument: those of some ranks are missing; on all ranks if they are given so.
         """
-        owners, ranges, parts = self.parameters.owners, self.parameters.ranges, _parts_of(shards)
+        owners, parts = self.parameters.owners, _parts_of(shards)
         heads = [{key: value for key, value in shard.items() if key != "parts"} for shard in shards]
-        if held:
+        if ranges is not None:
             heads = [head for of_one in all_gather_outlines(heads, owners) for head in of_one]
         _check_complete(heads)
-        if held:
+        if ranges is not None:
             return self.join(to_owners(parts, owners, ranges, self.state)), heads[0]
         needed = {member.param for piece in self.parameters.pieces for member in piece.members}
         found = {part.member[:2]: part for part in parts if part.member.param in needed}

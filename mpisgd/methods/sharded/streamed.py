@@ -1,7 +1,7 @@
 """`StreamedSynchronizer`: parameters, gradients and optimizer state in files, updated chunk by chunk."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
-from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.grad_norm import clip_factor
-from mpisgd.sharding.layerwise.parameter_unit import Chunk
-from mpisgd.sharding.layerwise.streamed_parameters import GRADIENT, VALUES, StreamedParameters
-from mpisgd.sharding.layerwise.streamed_pieces import Placed, StreamedPieces, without_memory
+from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
+from mpisgd.sharding.layerwise.streamed_pieces import StreamedPieces
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
@@ -59,11 +57,10 @@ class StreamedSynchronizer(Synchronizer):
         self._runs_closure = False
         self._pieces = StreamedPieces(training.named, training.optimizer.param_groups, streamed)
         params, names = [param for _, param in training.named], [name for name, _ in training.named]
-        as_divided = cast(DividedParameters, self._pieces)  # of which only attributes that both have are used
-        what, namer = f"optimizer state of rank {training.group.rank}", PieceNames(as_divided, names)
+        what, namer = f"optimizer state of rank {training.group.rank}", PieceNames(self._pieces, names)
         with raised_on_every_rank(training.group):
             store = FileStore(streamed.offload, what, namer, len(self._pieces.pieces))
-        self._states = PieceStates(params, as_divided, training.group, store)
+        self._states = PieceStates(params, self._pieces, training.group, store)
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -102,28 +99,13 @@ class StreamedSynchronizer(Synchronizer):
         self._streamed.reset_gradients()
 
     def _update(self) -> None:
-        streamed, store = self._streamed, self._states.state
-        streamed.release_all()  # such as an exception in a hook of `state_dict` has left in memory
+        store = self._states.state
+        self._streamed.release_all()  # such as an exception in a hook of `state_dict` has left in memory
         with store.shared_errors(self.training.group):
             update = PieceUpdate(self.training.optimizer, store)
-            for chunk, pieces in self._pieces.present(streamed.present):
-                self._update_chunk(update, chunk, pieces)
+            self._pieces.hand_over(update)
             update.raise_error()
-            for file in (streamed.values, store):  # the gradients are forgotten now
-                file.end_step()
-
-    def _update_chunk(self, update: PieceUpdate, chunk: Chunk, pieces: Sequence[Placed]) -> None:
-        streamed = self._streamed
-        values, gradient = streamed.values[chunk.key][VALUES], streamed.gradients[chunk.key][GRADIENT]
-        for placed in pieces:
-            placed.piece.tensor.data = placed.part(values)
-            update.received(placed.piece, placed.part(gradient))
-        update.finish()
-        for placed in pieces:
-            tensor = placed.piece.tensor
-            tensor.data = without_memory(tensor.numel(), tensor.dtype)
-        streamed.values.release([chunk.key])
-        streamed.gradients.release([chunk.key], changed=False)
+            store.end_step()
 
     def _hide(self) -> None:
         """Take all parameters from the optimizer, and give it the state of the pieces."""
@@ -138,23 +120,14 @@ class StreamedSynchronizer(Synchronizer):
         group = self.training.group
         norms: list[Tensor] = []
         with raised_on_every_rank(group):
-            self._each_gradient(
-                lambda grad: norms.append(torch.linalg.vector_norm(grad, norm_type)), changed=False
+            self._pieces.each_gradient(
+                lambda grad: norms.append(torch.linalg.vector_norm(grad, norm_type)), changes=False
             )
         total, factor = clip_factor(norms, range(group.size), group, max_norm, norm_type, error_if_nonfinite)
         if factor < 1:
             with raised_on_every_rank(group):
-                self._each_gradient(lambda grad: grad.mul_(factor), changed=True)
+                self._pieces.each_gradient(lambda grad: grad.mul_(factor), changes=True)
         return total
-
-    def _each_gradient(self, action: Callable[[Tensor], Any], *, changed: bool) -> None:
-        gradients = self._streamed.gradients
-        for chunk, pieces in self._pieces.present(self._streamed.present):
-            memory = gradients[chunk.key][GRADIENT]
-            for placed in pieces:
-                action(placed.part(memory))
-            gradients.release([chunk.key], changed=changed)
-        gradients.end_step()
 
     # -- the state -----------------------------------------------------------------------------------
 
@@ -195,6 +168,7 @@ class StreamedSynchronizer(Synchronizer):
         held: bool = False,
     ) -> None:
         """Take this rank's part of what the ranks of a run had."""
+        assert not held, "commits have no shards of files"
         self._show_all()
         states, head = self._states.from_shards(shards)
         load({"state": {}, "param_groups": head["param_groups"]})

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.arrivals import arriving
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
@@ -91,7 +90,11 @@ class ShardedSynchronizer(Synchronizer):
         cap_bytes = training.options.bucket_cap_bytes
         self._publication = Publication(self._parameters, cap_bytes, self._overlap)
         self._destination = ToOwners(
-            self._states, defers=self._is_known, unscale=self._unscale, stage=self._stage
+            self._parameters,
+            self._states,
+            defers=self._is_known,
+            unscale=self._unscale,
+            stage=self._stage,
         )
         named, group, options = training.named, training.group, training.options
         self.gradients = GradientReducer(named, group, options, self._destination)
@@ -240,7 +243,7 @@ class ShardedSynchronizer(Synchronizer):
             for piece in self._parameters.pieces:
                 piece.grad = self._destination.grad_of(piece)
         if self._offload is not None:  # the optimizer finds nothing left to do
-            self._update(self._hand_over_pieces)
+            self._update(self._hand_over)
             return
         if self._parameters.has_masters:
             RefreshMasters()(piece for piece in self._parameters.pieces if piece.grad is not None)
@@ -249,12 +252,9 @@ class ShardedSynchronizer(Synchronizer):
             if piece.grad is not None:
                 groups[piece.group]["params"].append(piece.tensor)
 
-    def _hand_over_pieces(self, update: PieceUpdate) -> None:
-        """Have all pieces updated that have a gradient, one after the other as these come from a device."""
-        found = [(piece, piece.grad) for piece in self._parameters.pieces if piece.grad is not None]
-        for (piece, _), grad in zip(found, arriving([grad for _, grad in found]), strict=True):
-            update.received(piece, grad)
-        update.finish()
+    def _hand_over(self, update: PieceUpdate) -> None:
+        """Have all pieces updated that have a gradient."""
+        self._parameters.hand_over(update)
         self._states.state.end_step()
 
     @property
@@ -379,7 +379,7 @@ class ShardedSynchronizer(Synchronizer):
     ) -> None:
         """Take this rank's part of what the ranks of a run had."""
         self._show_all()
-        states, head = self._states.from_shards(shards, held=held)
+        states, head = self._states.from_shards(shards, self._parameters.ranges if held else None)
         load({"state": {}, "param_groups": head["param_groups"]})
         state = self.training.optimizer.state
         state.update({self._states.params[index]: entries for index, entries in states.items()})

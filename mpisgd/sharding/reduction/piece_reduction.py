@@ -10,7 +10,7 @@ Whoever receives a piece may update parameters with it at once, while it is in t
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +22,11 @@ from mpisgd.interfaces.host_transport import HostMemory, Region, Steps
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.piece import Piece
+from mpisgd.sharding.pieces import Receiver
 from mpisgd.transport.staging_layout import slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
-__all__ = ["PieceReduction", "Receiver", "goes_in_pieces"]
-
-
-class Receiver(Protocol):
-    """Takes combined gradients.
-
-    Attributes:
-        in_place: whether `room_for` may be the memory in which the gradient of this rank lies.
-    """
-
-    in_place: bool
-
-    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
-        """Return [numel] for the gradient of a piece; `mine` is this rank's, if it lies in one piece."""
-
-    def received(self, piece: Piece, grad: Tensor) -> None:
-        """Take the gradient of a piece, which is complete."""
-
-    def finish(self) -> None:
-        """Note that there are no more."""
+__all__ = ["PieceReduction", "Settle", "goes_in_pieces"]
 
 
 class _Place(NamedTuple):

@@ -27,11 +27,13 @@ from mpisgd.gradients.kinds import DENSE, SPARSE
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.piece import Piece, flat_view
 from mpisgd.sharding.piece_states import PieceStates
+from mpisgd.sharding.pieces import Receiver
 from mpisgd.sharding.places import GradientPlace
 from mpisgd.sharding.reduction.bucket_route import BucketRoute
-from mpisgd.sharding.reduction.piece_reduction import PieceReduction, Receiver, Settle, goes_in_pieces
+from mpisgd.sharding.reduction.piece_reduction import PieceReduction, Settle, goes_in_pieces
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient, Unscale
 
 __all__ = ["ToOwners"]
@@ -41,7 +43,8 @@ class ToOwners:
     """A `Destination`: each rank gets the gradients of its pieces.
 
     Args:
-        states: the pieces, which rank owns what, and what the optimizer keeps.
+        parameters: which rank owns what.
+        states: what the optimizer keeps for the pieces.
         defers: whether pieces are reduced when somebody asks for them, and not at the end of backward.
         unscale: see `ShardedGradient`.
         stage: 2: a gradient is freed when its bucket has been reduced; 1: with all others; 0: as with 1, and
@@ -54,8 +57,16 @@ class ToOwners:
     how = ", divided among the ranks"
     _launcher: BucketLauncher
 
-    def __init__(self, states: PieceStates, *, defers: bool, unscale: Unscale, stage: int) -> None:
-        self._states, self._parameters, self._defers = states, states.parameters, defers
+    def __init__(
+        self,
+        parameters: DividedParameters,
+        states: PieceStates,
+        *,
+        defers: bool,
+        unscale: Unscale,
+        stage: int,
+    ) -> None:
+        self._parameters, self._states, self._defers = parameters, states, defers
         self._unscale, self._stage = weakref.WeakMethod(unscale), stage
         self._sharded: list[Tensor] = []
         self._exists: list[bool] = []  # whether some rank has a gradient, for each parameter
@@ -109,12 +120,18 @@ class ToOwners:
     def follow(self, plan: Plan) -> None:
         """See `Destination`; pieces may be others then."""
         self._slots = plan.slots
-        self._states.keep_whole(plan.sparse)
-        if self._stage:
-            self._states.divide_by([slot.bucket.indices for slot in plan.slots])
+        self._keep_whole(plan.sparse)
+        buckets, parameters = [slot.bucket.indices for slot in plan.slots], self._parameters
+        if self._stage and not parameters.is_divided_by(buckets):
+            self._states.take_along(lambda: parameters.divide_by(buckets))
         if self._by_bucket is not None:
             self._by_bucket.follow(plan)
         self._by_piece = self._piece_reduction(plan) if self._by_bucket is None else None
+
+    def _keep_whole(self, indices: Collection[int]) -> None:
+        """Let one rank own all of each of these parameters, if that is new. Collective."""
+        if self._parameters.may_keep_whole(indices):
+            self._states.take_along(lambda: self._parameters.keep_whole(indices))
 
     def _piece_reduction(self, plan: Plan) -> PieceReduction | None:
         """Return what brings all gradients to the pieces at once, None where that cannot be."""
@@ -175,7 +192,7 @@ class ToOwners:
         assert in_flight.plan is not None
         if not in_flight.plan.sparse.issuperset(sparse):  # some are sparse that were not before
             self._bring_all_back(in_flight)
-        self._states.keep_whole(sparse)
+        self._keep_whole(sparse)
         if self._by_piece is not None and in_flight.at_owners:
             self._take_what_all_have(sparse)
             self._stand_in(deferred=self._defers)
