@@ -27,8 +27,7 @@ from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
 from mpisgd.sharding.elementwise import counts_on_device, may_join
 from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.piece import Piece, flat_view
-from mpisgd.sharding.pieces import Receiver
+from mpisgd.sharding.piece import Piece, Receiver, flat_view
 from mpisgd.transport.staging_layout import slot_bytes
 
 __all__ = ["DividedParameters", "Groups", "Memory", "Named", "check_divisible"]

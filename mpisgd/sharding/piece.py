@@ -7,12 +7,13 @@ With mixed precision the optimizer sees a copy of a higher precision, the master
 
     gradient (bfloat16)  ->  master.grad (float32)  ->  master (float32)  ->  parameter (bfloat16)
 
-An offloaded piece has its master, and so its state, in host memory, and its parameter on a device.
+An offloaded piece has its master, and so its state, in host memory, and its parameter on a device. Those of a
+rank, wherever they lie, are `Pieces`.
 """
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,19 @@ from mpisgd.accelerator.buffers import on_host, round_to_device
 from mpisgd.collectives.objects import Allocate
 from mpisgd.gradients.fusion_buffer import Layout, window
 from mpisgd.sharding.division import Member
+from mpisgd.sharding.owners import Owners
 
-__all__ = ["MASTER", "Entries", "Piece", "PieceState", "flat_view", "is_elementwise_entry", "join_states"]
+__all__ = [
+    "MASTER",
+    "Entries",
+    "Piece",
+    "PieceState",
+    "Pieces",
+    "Receiver",
+    "flat_view",
+    "is_elementwise_entry",
+    "join_states",
+]
 
 Entries = Mapping[str, Any]  # the state of one tensor
 
@@ -206,6 +218,45 @@ class Piece:
                 part = on_host(state.cut[key]) if self.is_offloaded else state.cut[key]
                 entries[key][at : at + numel] = part
         return entries
+
+
+class Receiver(Protocol):
+    """Takes combined gradients.
+
+    Attributes:
+        in_place: whether `room_for` may be the memory in which the gradient of this rank lies.
+    """
+
+    in_place: bool
+
+    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
+        """Return [numel] for the gradient of a piece; `mine` is this rank's, if it lies in one piece."""
+
+    def received(self, piece: Piece, grad: Tensor) -> None:
+        """Take the gradient of a piece, which is complete."""
+
+    def finish(self) -> None:
+        """Note that there are no more, or that those before are about to leave the memory."""
+
+
+class Pieces(Protocol):
+    """The pieces of a rank.
+
+    Attributes:
+        owners: the ranks that have them all.
+        pieces: of this rank.
+        layouts: how each parameter lies in memory.
+    """
+
+    owners: Owners
+    pieces: list[Piece]
+    layouts: list[Layout]
+
+    def placed(self, piece: Piece, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a piece with its tensors where the optimizer would have put them."""
+
+    def hand_over(self, receiver: Receiver) -> None:
+        """Give all pieces that have a gradient, one after the other; each is in memory until `finish`."""
 
 
 def join_states(states: Sequence[PieceState], layout: Layout, empty: Allocate) -> dict[str, Any]:

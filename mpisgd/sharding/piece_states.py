@@ -13,8 +13,15 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout
 from mpisgd.sharding.division import Member, PieceRange
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
-from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
-from mpisgd.sharding.pieces import Pieces
+from mpisgd.sharding.piece import (
+    Entries,
+    Piece,
+    Pieces,
+    PieceState,
+    flat_view,
+    is_elementwise_entry,
+    join_states,
+)
 from mpisgd.sharding.places import StatePlace
 from mpisgd.sharding.state_exchange import all_gather_outlines, to_everyone, to_owners
 

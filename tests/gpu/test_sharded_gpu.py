@@ -15,7 +15,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
-from mpisgd.sharding import device_parts, replicated_parameters
+from mpisgd.sharding import device_parts, divided_parameters
 
 STAGES = (1, 2)
 STEPS = 5
@@ -27,7 +27,7 @@ BY_HOST = pytest.mark.parametrize("device", ["staging"], indirect=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How gradients travel: some alone, the others in common; offloaded pieces are small."""
     let_some_travel_alone(monkeypatch)
-    monkeypatch.setattr(replicated_parameters, "OFFLOADED_BYTES", 64)
+    monkeypatch.setattr(divided_parameters, "OFFLOADED_BYTES", 64)
     return str(request.param)
 
 

@@ -11,8 +11,7 @@ from mpisgd.sharding.division import Member
 from mpisgd.sharding.layerwise.parameter_unit import Chunk, Unit
 from mpisgd.sharding.layerwise.streamed_parameters import GRADIENT, VALUES, StreamedParameters
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.piece import Piece
-from mpisgd.sharding.pieces import Receiver
+from mpisgd.sharding.piece import Piece, Receiver
 
 __all__ = ["StreamedPieces"]
 

@@ -21,8 +21,7 @@ from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.interfaces.host_transport import HostMemory, Region, Steps
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
-from mpisgd.sharding.piece import Piece
-from mpisgd.sharding.pieces import Receiver
+from mpisgd.sharding.piece import Piece, Receiver
 from mpisgd.transport.staging_layout import slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 

@@ -28,9 +28,8 @@ from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.divided_parameters import DividedParameters
-from mpisgd.sharding.piece import Piece, flat_view
+from mpisgd.sharding.piece import Piece, Receiver, flat_view
 from mpisgd.sharding.piece_states import PieceStates
-from mpisgd.sharding.pieces import Receiver
 from mpisgd.sharding.places import GradientPlace
 from mpisgd.sharding.reduction.bucket_route import BucketRoute
 from mpisgd.sharding.reduction.piece_reduction import PieceReduction, Settle, goes_in_pieces
