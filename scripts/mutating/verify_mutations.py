@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "a bucket is reduced twice",
         "gradients/launcher.py",
-        "        slot.reducer.reduce(flat, self._group, self._op)\n",
-        "        slot.reducer.reduce(flat, self._group, self._op)\n" * 2,
+        "        slot.reducer.reduce(flat, self.group, self._op)\n",
+        "        slot.reducer.reduce(flat, self.group, self._op)\n" * 2,
     ),
     Mutation(
         "shards are not gathered after the second step",
