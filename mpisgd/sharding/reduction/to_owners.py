@@ -81,7 +81,8 @@ class ToOwners:
         self._launcher, named = launcher, launcher.named
         self._sharded += [ShardedGradient(p, name, self._unscale) for name, p in named[len(self._sharded) :]]
         self._everyone.cover(launcher)
-        self._slots, self._by_piece = (), None
+        if not self.is_deferred:
+            self._slots, self._by_piece = (), None
         return self._stage == 2
 
     # -- the plan -----------------------------------------------------------------------------------
