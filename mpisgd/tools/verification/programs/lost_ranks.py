@@ -73,6 +73,8 @@ def violation_of_losses(program: Program) -> str:
         return "groups of some ranks are not made again"
     if any(isinstance(event, Broadcast) for event in program.events):
         return "who sends may be lost"
+    if program.is_uneven:
+        return "join() is a block, which is left by the error and not begun in the middle"
     if any(isinstance(event, Backward) and left <= set(event.skipped) for event in program.events):
         return "a backward of nobody that is left"
     return _not_undone(program)
