@@ -316,7 +316,7 @@ def test_a_failed_backward_after_a_reload_has_sent_something_or_nothing(compress
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
 
 
-# Seeds 2764, 2192, 2906. Where one rank goes on alone, what ranks have alike of a compressor (factors of PowerSGD)
+# Seeds 2764, 2192, 2906. Where one rank goes on alone, what ranks have alike of a compressor, factors say,
 # waits for others; the reference failed, or had lost it. A failure had counted as equal.
 
 
