@@ -194,9 +194,14 @@ def pieces_of(state: Any) -> Pieces:
     return pieces
 
 
-def without_parts(state: Any, pieces: Pieces) -> Pieces:
-    """Return pieces without those of the parts of a state."""
-    parts = {each.name for each, owner in _declared(state) if owner == "part"} if state is not None else set()
+def without_parts(state: Any, pieces: Pieces, kind: type) -> Pieces:
+    """Return pieces without those of the parts of a state that are of a class."""
+    declared = _declared(state) if state is not None else ()
+    parts = {
+        each.name
+        for each, owner in declared
+        if owner == "part" and isinstance(getattr(state, each.name), kind)
+    }
     return Pieces(*({name: v for name, v in of_one.items() if name not in parts} for of_one in pieces))
 
 

@@ -106,6 +106,7 @@ class UnevenData:
         num_examples: of all of them.
         latest_examples: of the latest one.
         last: what was told before the latest act.
+        names: by the id of a parameter, how ranks name it to each other: its optimizer's number, its place.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class UnevenData:
         self.num_passes = self.num_examples = self.latest_examples = 0
         self._backward = -1  # the latest one, by its number
         self.last: Told | None = None
+        self.names: dict[int, tuple[int, int]] = {}
         self._throws = throws
         self._depth = 0  # of acts that this rank is in
 

@@ -110,7 +110,9 @@ class SyncBatchNorm(_BatchNorm):
     def _statistics(self, input: Tensor) -> BatchStatistics:
         """Return the statistics of all ranks' `input`."""
         group = group_or_world(self.process_group)
-        with acting(group, STATISTICS, self._number, tuple(input.shape[1:]), input.dtype):
+        with acting(
+            group, STATISTICS, _name_of(self, group.queue.uneven), tuple(input.shape[1:]), input.dtype
+        ):
             return gather_statistics(input, group)
 
     @torch.no_grad()
@@ -208,12 +210,21 @@ def _number(layer: SyncBatchNorm) -> int:
     return layers.count
 
 
+def _name_of(layer: SyncBatchNorm, data: UnevenData | None) -> int | tuple[int, int]:
+    """Return how ranks name a layer to each other: by its weight, or as one of those that were made."""
+    by_weight = None if data is None or layer.weight is None else data.names.get(id(layer.weight))
+    return layer._number if by_weight is None else by_weight
+
+
 @performs(STATISTICS)
-def _beside_others(data: UnevenData, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _beside_others(
+    data: UnevenData, name: int | tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     """Do what the others do in a forward, on a rank without data."""
-    layer = job_place().own(_Layers).by_number.get(number)
+    layers = list(job_place().own(_Layers).by_number.values())
+    layer = next((each for each in layers if _name_of(each, data) == name), None)
     if layer is None:
-        refuse(f"SyncBatchNorm number {number}", "this rank has no such layer: make one model on all ranks")
+        refuse(f"SyncBatchNorm {name}", "this rank has no such layer: make one model on all ranks")
     else:
         layer.take_part(shape, dtype)
 

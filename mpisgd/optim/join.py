@@ -138,6 +138,7 @@ class Join:
         )
         for each in participants:
             each.enter(data, self._follow)
+            data.names.update({id(param): (each.number, place) for place, param in enumerate(each.params)})
         windows_of(group).uneven, windows_of(group).inside = data, self._participants.keys()
         data.install()
         self._data = data

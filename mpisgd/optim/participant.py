@@ -93,7 +93,7 @@ class Participant:
         return why_not_weighted(compressor) or self.window.why_not_uneven
 
     @property
-    def _params(self) -> list[Tensor]:
+    def params(self) -> list[Tensor]:
         """The parameters; in a step the optimizer may have other ones."""
         return [param for _, param in self.synchronizer.training.named]
 
@@ -168,7 +168,7 @@ class Participant:
         self._examples += examples
         assert self.window.uneven is not None
         if self.window.gradients.is_weighted:
-            self.window.uneven.next_batch(self._params, examples)
+            self.window.uneven.next_batch(self.params, examples)
 
     @property
     def step_examples(self) -> StepExamples:
@@ -213,7 +213,7 @@ class Participant:
             self._share_gradients(changed[0], takes=not self._data.has_data)
 
     def _fingerprints(self) -> list[int]:
-        grads = [param.grad for param in self._params]
+        grads = [param.grad for param in self.params]
         plain = [g for g in grads if g is not None and not isinstance(g, ShardedGradient)]
         values = iter(fingerprints(plain))
         return [0 if g is None else 1 if isinstance(g, ShardedGradient) else next(values) for g in grads]
@@ -225,7 +225,7 @@ class Participant:
 
     def _share_gradients(self, place: int, *, takes: bool) -> None:
         """Let ranks without data have the gradients of one that has some. Collective."""
-        group, params = self._data.group, self._params
+        group, params = self._data.group, self.params
         src = group.ranks[place]
         told: list[_Gradient] = broadcast_object([_form(param.grad) for param in params], src, group)
         dense = [param for param, form in zip(params, told, strict=True) if form.is_dense]
@@ -283,7 +283,7 @@ class Participant:
         """Take away what a rank that trains by itself has of its last batch, which it has stepped with."""
         if self.window.gradients.combines:
             return []
-        own = [(param, param.grad) for param in self._params if param.grad is not None]
+        own = [(param, param.grad) for param in self.params if param.grad is not None]
         for param, _ in own:
             param.grad = None
         return own
@@ -296,13 +296,13 @@ class Participant:
     def perform_unscale(self, dtype: torch.dtype, factor: float, shape: tuple[int, ...]) -> None:
         """Unscale with the others."""
         assert isinstance(self.synchronizer, ShardedSynchronizer)
-        device = self._params[0].device
+        device = self.params[0].device
         found_inf = torch.zeros(shape, device=device)
         self.synchronizer.unscale(dtype, found_inf, torch.tensor(factor, device=device))
 
     def perform_loss(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return everyone's loss."""
-        device = self._params[0].device
+        device = self.params[0].device
         return self.window.combine_loss(torch.zeros(shape, dtype=dtype, device=device))
 
 

@@ -16,6 +16,7 @@ from mpisgd.arguments import texts_with_ranks
 from mpisgd.compress.compressor import Casting, Compressor
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import OutOfSync
+from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import (
     ENTRY,
     REBUILD,
@@ -181,11 +182,12 @@ class StateKeeper:
         synchronizer = self._of
         group, compressor = synchronizer.training.group, synchronizer.training.options.compression
         pieces, loses = Pieces(entry["alike"], entry["own"] or {}), False
-        if entry["compression"] != family(compressor) and pieces != without_parts(synchronizer.state, pieces):
+        others = without_parts(synchronizer.state, pieces, CompressionState)
+        if entry["compression"] != family(compressor) and pieces != others:
             self._warn(
                 f"compressed by {entry['compression']}, and this optimizer's compression is {compressor}"
             )
-            pieces = without_parts(synchronizer.state, pieces)
+            pieces = others
             loses = has_rebuilt(synchronizer.state)  # it may say what belongs to what was left out
         is_mine = (entry["rank"], entry["size"]) == (group.rank, group.size)
         self._has_own = is_mine and entry["own"] is not None and not loses

@@ -511,6 +511,8 @@ WITHOUT_ARGUMENTS = {
 }
 NOT_CALLED = {
     "average": "its arguments: tests/unit/optim",
+    "join": "its arguments: tests/unit/optim/test_join.py",
+    "Join": "made by join()",
     "print0": "prints whatever it is given",
     "seed": "its arguments: tests/unit/data",
     "Adasum": "a constant",

@@ -114,6 +114,7 @@ def test_adamw_equals_one_process_on_the_joined_uneven_batches(size, options, no
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_batch_norm_equals_that_of_one_process(size):
     def program():
+        others = [mpisgd.SyncBatchNorm(2) for _ in range(mpisgd.rank())]  # of this rank's own
         model = normed_model(lambda channels: mpisgd.SyncBatchNorm(channels))
         optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with optimizer.join() as uneven:
@@ -124,6 +125,7 @@ def test_batch_norm_equals_that_of_one_process(size):
                 loss_of(model, x, y).backward()
                 optimizer.step()
         mpisgd.check_in_sync(model)  # and so are the running statistics
+        assert len(others) == mpisgd.rank()
         return flat(model)
 
     right = normed_model(nn.BatchNorm1d)
