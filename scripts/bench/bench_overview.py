@@ -34,6 +34,7 @@ JOB = HERE / "overview_job.py"
 CLUSTER = HERE.parent / "emulation" / "virtual_cluster.py"
 NETWORKS = {"one host": None, "2 hosts, 1 Gbit/s": "1gbit", "2 hosts, 100 Mbit/s": "100mbit"}
 ALONE = "one process"
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # so that no line goes through a number
 NUM_RANKS = 2
 COLOURS = {
     "mpisgd": "#0b6e4f",
@@ -125,8 +126,8 @@ def plot(path: Path, record: Mapping[str, Any]) -> None:
     alone = next(one for one in rows if one["variant"].startswith(ALONE))
     names = [name for name in COLOURS if name != ALONE and any(one["variant"] == name for one in rows)]
     what = {
-        "examples_per_s": "examples per second (longer is better)",
-        "seconds_to_target": f"seconds to {record['target']:.0%} accuracy (shorter is better)",
+        "examples_per_s": "examples per second, logarithmic (longer is better)",
+        "seconds_to_target": f"seconds to {record['target']:.0%} accuracy, logarithmic (shorter is better)",
     }
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     for ax, (field, label) in zip(axes, what.items(), strict=True):
@@ -139,10 +140,10 @@ def plot(path: Path, record: Mapping[str, Any]) -> None:
                 height = 0.8 / len(names)
                 ax.barh(at, value or 0.0, height, color=COLOURS[name], label=name if place == 0 else None)
                 text = "not reached" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
-                ax.text(value or 0.0, at, f" {text}", va="center", fontsize=8)
+                ax.text(value or 0.0, at, f" {text}", va="center", fontsize=8, bbox=WHITE)
         if (value := alone[field]["median"]) is not None:
             ax.axvline(value, color=COLOURS[ALONE], linestyle="--", label="one process, all cores")
-        ax.set(yticks=range(len(NETWORKS)), xlabel=label)
+        ax.set(yticks=range(len(NETWORKS)), xlabel=label, xscale="log")
         ax.set_yticklabels([name.replace(", ", "\n") for name in NETWORKS])
         ax.invert_yaxis()
         ax.margins(x=0.15)
@@ -159,7 +160,7 @@ def main(
     epochs: Annotated[int, typer.Option(min=2)] = 8,
     batch: Annotated[int, typer.Option(min=1, help="examples of a step, over all ranks")] = 128,
     width: Annotated[int, typer.Option(min=1, help="of the two hidden layers")] = 1024,
-    target: Annotated[float, typer.Option(help="accuracy on the test set")] = 0.97,
+    target: Annotated[float, typer.Option(help="accuracy on the test set")] = 0.96,
     json_file: Annotated[Path | None, typer.Option("--json", readable=False)] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", readable=False)] = None,
     drawn_from: Annotated[
