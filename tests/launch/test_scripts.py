@@ -240,7 +240,7 @@ def test_who_interrupts_the_tests_leaves_none_running(monkeypatch, tmp_path):
 
     def interrupt() -> None:
         enough.wait(10)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # another thread would not wake it
 
     def command(stage: Stage) -> list[str]:
         started.append(stage)
