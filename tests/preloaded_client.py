@@ -1,5 +1,6 @@
 """What mpirun starts instead of Python: `preloaded_client.py SOCKET PROGRAM ARGS`; see preloaded.py."""
 
+import contextlib
 import marshal
 import os
 import signal
@@ -22,8 +23,13 @@ def main() -> None:
     server.connect(sys.argv[1])
     socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(text)
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the program has just ended, and its code is on the way
+            server.sendall(bytes([number]))
+
     for number in SIGNALS:
-        signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+        signal.signal(number, pass_on)
     answer = server.recv(4)
     if len(answer) < 4:  # not an exit code of 0: nobody knows how the program ended
         sys.exit("preloaded_client: the server has ended before the program")

@@ -117,7 +117,7 @@ def test_who_is_interrupted_while_waiting_may_wait_again():
     handle = hvd.allreduce_async(torch.ones(1), name="interrupted", op=hvd.Sum) if hvd.rank() == 0 else None
     if handle is not None:
         main = threading.get_ident()
-        timer = threading.Timer(0.15, lambda: signal.pthread_kill(main, signal.SIGINT))
+        timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell
         timer.start()
         with pytest.raises(KeyboardInterrupt):
