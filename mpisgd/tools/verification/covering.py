@@ -20,7 +20,7 @@ from dataclasses import replace
 from mpisgd.tools.verification.method_matrix import DIVISIONS, Division, Row, Run, Tried, program_of, try_in
 from mpisgd.tools.verification.programs.compare import Verdict
 from mpisgd.tools.verification.programs.execute import has_reference
-from mpisgd.tools.verification.programs.program import Program
+from mpisgd.tools.verification.programs.program import Program, parse
 from mpisgd.tools.verification.situations import SITUATIONS, Situation
 
 __all__ = ["alone_in", "packed", "pairs_of"]
@@ -51,27 +51,29 @@ def packed(row: Row, number: int, run: Run, divisions: Sequence[Division] = DIVI
         row: the method.
         number: draws which situations come together, another one for each method.
         run: runs a program.
-        divisions: see `alone_in`.
+        divisions: see `alone_in`; that which was taken longest ago comes first.
     """
-    left = list(SITUATIONS.values())
+    left, begin = list(SITUATIONS.values()), number % len(divisions)
     random.Random(number).shuffle(left)
     yield try_in(row, (), number, run, divisions)
+    order = [*divisions[begin + 1 :], *divisions[: begin + 1]]
     while left:
         first = left.pop(0)
-        number += 1
-        alone, why = program_of(row, [first], number, divisions)
+        alone, why = program_of(row, [first], 0, order)
         if alone is None:
             yield Tried(row.name, (first.name,), "impossible", why)
             continue
         if (made := _made(alone, row, run)).kind == "refused":
             yield Tried(row.name, (first.name,), made.kind, made.text, program=repr(alone))
             continue
-        pack = _filled(row, first, alone, left, number, run, divisions)
+        pack = _filled(row, first, alone, left, run, order)
         left = [situation for situation in left if situation not in pack]
-        tried = try_in(row, pack, number, run, divisions)
+        tried = try_in(row, pack, 0, run, order)
         yield tried
         if len(pack) > 1 and tried.kind != "ok":
-            yield from (try_in(row, [situation], number, run, divisions) for situation in pack)
+            yield from (try_in(row, [situation], 0, run, order) for situation in pack)
+        taken = parse(tried.program)
+        order.sort(key=(taken.ranks, taken.ranks_per_host).__eq__)
 
 
 def _filled(
@@ -79,7 +81,6 @@ def _filled(
     first: Situation,
     alone: Program,
     others: Sequence[Situation],
-    number: int,
     run: Run,
     divisions: Sequence[Division],
 ) -> list[Situation]:
@@ -88,7 +89,7 @@ def _filled(
     for situation in others:
         if len(pack) == PACK:
             break
-        after, _ = program_of(row, [*pack, situation], number, divisions)
+        after, _ = program_of(row, [*pack, situation], 0, divisions)
         if after is None or has_reference(after) != is_compared:
             continue
         if _asked(after) == _asked(before) or _made(after, row, run).kind == "ok":

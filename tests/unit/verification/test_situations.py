@@ -106,7 +106,7 @@ def test_each_situation_comes_once_in_the_quick_form():
     names = [name for each in tried for name in each.situations]
     assert sorted(names) == sorted(SITUATIONS)
     divisions = {(parse(each.program).ranks, parse(each.program).ranks_per_host) for each in tried}
-    assert len(divisions) >= len(DIVISIONS) - 2, "the ranks go round"
+    assert len(divisions) >= len(DIVISIONS) - 1, "the ranks go round"
 
 
 def wrong_where_clipped(program):
