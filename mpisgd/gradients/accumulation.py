@@ -308,6 +308,7 @@ class AccumulationWindow:
                 "optimizer.zero_grad() before, accumulate inside no_sync(), or set backward_passes_per_step"
             )
         observed = list(self._hooks.notes.observed)
+        self._hooks.notes.observed.clear()  # a rank without a backward has seen none, as after a restart
         if self.uneven is None or not self.gradients.combines:
             self.gradients.reduce(self.when, observed, in_step=in_step)
         else:

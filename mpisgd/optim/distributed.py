@@ -19,7 +19,7 @@ from mpisgd.collectives.objects import broadcast_object
 from mpisgd.compress.compressor import Choosing, Compressor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
-from mpisgd.core.uneven_data import acting, refuse
+from mpisgd.core.uneven_data import refuse
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, PeerLost
 from mpisgd.gradients.accumulation import AccumulationWindow
@@ -39,7 +39,7 @@ from mpisgd.optim.broadcast import lay_out_state
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.join import Join, join
-from mpisgd.optim.participant import CLIP, Participant
+from mpisgd.optim.participant import Participant
 from mpisgd.optim.step_hooks import register_step_hooks
 from mpisgd.optim.wrapped_class import signature_of, turned_into, wrapped_class
 from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
@@ -214,8 +214,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
         had: list[tuple[int, Tensor]] = []
         if not set_to_none:
-            params = enumerate(self._synchronizer.training.params)
-            had = [(index, param) for index, param in params if param.grad is not None]
+            named = enumerate(self._synchronizer.training.named)
+            had = [(index, param) for index, (_, param) in named if param.grad is not None]
         self._synchronizer.before_zero_grad()
         for index, param in had:
             if param.grad is None:  # a step without a backward decays weights and goes on with momentum
@@ -240,7 +240,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_positive("clip_grad_norm_", "norm_type", norm_type)
         self._window.flush_before_use()
         arguments = float(max_norm), float(norm_type), error_if_nonfinite
-        with owned_by(self._owner), acting(self._group, CLIP, self._owner.number, *arguments):
+        is_uneven = self._window.uneven is not None
+        inside = self._participant.clipping(*arguments) if is_uneven else contextlib.nullcontext()
+        with inside, owned_by(self._owner):
             return self._synchronizer.clip_grad_norm_(*arguments)
 
     @property

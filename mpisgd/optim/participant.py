@@ -7,7 +7,7 @@ gradients of one that has some, where they were changed.
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +151,15 @@ class Participant:
                 self._agree(told)
             self._act = stack.pop_all()
 
+    @contextlib.contextmanager
+    def clipping(self, *arguments: Any) -> Iterator[None]:
+        """Tell the others of what is done to the reduced gradients, which they have to have. Collective."""
+        note = CHANGED if self._are_changed else 0
+        with self._data.act(CLIP, self.number, *arguments, note=note) as told:
+            if told is not None:
+                self._agree(told)
+            yield
+
     def end_step(self) -> None:
         """Note that a step is over."""
         self.end_failed_step()
@@ -182,16 +191,23 @@ class Participant:
     def _note(self) -> int:
         if not self._data.has_data:
             return 0
-        note = 0
-        # Where all had data at the reduction nobody has noted anything, and who has none now takes them over.
-        if self.window.gradients.combines and (self._seen is None or self._seen != self._fingerprints()):
-            note |= CHANGED
+        note = CHANGED if self._are_changed else 0
         if self._follows is None and self._settings != self._comparable():
             note |= SETTINGS
         scaler = _scaler_around()
         if scaler is not None and not any(each is scaler for each in self._follows or ()):
             note |= SCALER
         return note
+
+    @property
+    def _are_changed(self) -> bool:
+        """Whether this rank's gradients may be others than those that were reduced.
+
+        Where all had data at the reduction nobody has noted anything, and who has none now takes them over.
+        """
+        if not self._data.has_data or not self.window.gradients.combines:
+            return False
+        return self._seen is None or self._seen != self._fingerprints()
 
     def _detail(self) -> Any:
         scaling = {name: getattr(self._optimizer, name) for name in SCALING if hasattr(self._optimizer, name)}
@@ -288,8 +304,9 @@ class Participant:
             param.grad = None
         return own
 
-    def perform_clip(self, *arguments: Any) -> None:
+    def perform_clip(self, told: Told, _: Any, *arguments: Any) -> None:
         """Clip with the others."""
+        self._agree(told)
         with owned_by(self._owner):
             self.synchronizer.clip_grad_norm_(*arguments)
 
@@ -343,7 +360,7 @@ def performers_of(participants: Mapping[int, Participant]) -> dict[str, Performe
     return {
         REDUCE: of(Participant.perform_reduce, told=True),
         STEP: of(Participant.perform_step, told=True),
-        CLIP: of(Participant.perform_clip),
+        CLIP: of(Participant.perform_clip, told=True),
         UNSCALE: of(Participant.perform_unscale),
         LOSS: of(Participant.perform_loss),
     }

@@ -16,6 +16,7 @@ TINY = 1e-6  # as torch adds to the norm it divides by
 
 def clip_grad_norm_(
     grads: list[Tensor],
+    scaled: list[Tensor],
     owners: Sequence[int],
     group: Group,
     max_norm: float,
@@ -29,6 +30,7 @@ def clip_grad_norm_(
 
     Args:
         grads: of this rank's pieces.
+        scaled: where these come from, which `grads` may be copies of; multiplied in place.
         owners: the ranks of the group whose pieces are everything, once.
         group: the ranks.
         max_norm: see `DistributedOptimizer.clip_grad_norm_`.
@@ -48,8 +50,8 @@ def clip_grad_norm_(
     except RuntimeError as exc:
         norms = exc
     total, factor = clip_factor(norms, owners, group, max_norm, norm_type, error_if_nonfinite)
-    if grads:
-        torch._foreach_mul_(grads, factor)
+    if scaled:
+        torch._foreach_mul_(scaled, factor)
     return total
 
 

@@ -45,6 +45,7 @@ from mpisgd.tools.verification.programs.program import (
     Reload,
     RunOut,
     SetFrozen,
+    SetGradient,
     SetRate,
     Step,
     Synchronize,
@@ -242,7 +243,7 @@ class _Draw:
         late = sorted(set(range(len(layers))) - {i for o in optimizers for i in o.layers})
         for _ in range(self._chance.choice((2, 3, 4, 5, 6))):
             events += self._between(layers, late)
-            events += self._step(optimizers)
+            events += self._step(layers, optimizers)
         return tuple(events)
 
     def _between(self, layers: Sequence[Layer], late: list[int]) -> list[Event]:
@@ -279,12 +280,12 @@ class _Draw:
         self._data += 1
         return self._data
 
-    def _step(self, optimizers: Sequence[Optimizer]) -> list[Event]:
+    def _step(self, layers: Sequence[Layer], optimizers: Sequence[Optimizer]) -> list[Event]:
         """Return a step with what belongs to it; gradients are reset first where they must be."""
         keeps = self._exact or optimizers[0].sums or self._theme in ("divided", "shared", "compressed")
         events: list[Event] = []
         if self._is_lbfgs or (self._has_closures and self._maybe(0.5)):
-            return [ZeroGrad(), Step(closure=(self._next(),))]
+            return [ZeroGrad(), *self._set(layers, 0.1), Step(closure=(self._next(),))]
         if keeps or self._scales or self._maybe(0.8):
             by_model = self._maybe(0.15)
             events.append(ZeroGrad(self._maybe(0.7) or (by_model and keeps), by_model))
@@ -307,7 +308,18 @@ class _Draw:
             events.append(Synchronize())
         if self._theme != "one bit":
             events += self._clip(is_whole=not skipped)
+            if not skipped and not self._scales and (set_ := self._set(layers, 0.08)):
+                events += [*([] if is_reduced else [Synchronize()]), *set_, *self._clip(is_whole=True)]
         return [*events, *[Step()] * (2 if not keeps and not self._scales and self._maybe(0.05) else 1)]
+
+    def _set(self, layers: Sequence[Layer], chance: float) -> list[Event]:
+        """Return gradients that the program sets, alike on all ranks."""
+        there = [i for i, layer in enumerate(layers) if layer.kind == "dense" and layer.used_by == "all"]
+        if not there or not self._maybe(chance):
+            return []
+        return [
+            SetGradient(self._chance.choice(there), self._maybe(0.7)) for _ in range(1 + self._maybe(0.4))
+        ]
 
     def _overflow(self) -> tuple[int, ...]:
         return (self._chance.randrange(self._num_ranks),) if self._maybe(0.25) else ()

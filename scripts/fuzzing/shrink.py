@@ -20,6 +20,7 @@ from mpisgd.tools.verification.programs.program import (
     Program,
     Reload,
     SetFrozen,
+    SetGradient,
     Step,
 )
 
@@ -96,7 +97,7 @@ def _with_fewer_layers(program: Program) -> Iterator[Program]:
 
 
 def _has_layer(event: Event) -> bool:
-    return isinstance(event, (AddGroup, SetFrozen, Convert))
+    return isinstance(event, (AddGroup, SetFrozen, SetGradient, Convert))
 
 
 def _with_fewer_optimizers(program: Program) -> Iterator[Program]:

@@ -90,6 +90,10 @@ class ForwardOverlap:
         self._wait_for(len(self._works) - 1)
         self.forget()
 
+    def wait_for_first(self) -> None:
+        """Return when all ranks have begun to send."""
+        self._wait_for(min(0, len(self._works) - 1))
+
     def settle(self) -> None:
         """Return when nothing arrives any more; `wait` raises what went wrong."""
         for work in self._works:

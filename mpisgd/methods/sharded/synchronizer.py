@@ -94,6 +94,7 @@ class ShardedSynchronizer(Synchronizer):
             self._states,
             defers=self._is_known,
             unscale=self._unscale,
+            synchronize=self._synchronize,
             stage=self._stage,
         )
         named, group, options = training.named, training.group, training.options
@@ -288,18 +289,22 @@ class ShardedSynchronizer(Synchronizer):
         self._show_all()
 
     def before_zero_grad(self) -> None:
-        """Forget the gradients that ranks have pieces of."""
+        """Forget the gradients that ranks have pieces of; in a closure all: the optimizer sees pieces."""
         self.gradients.abandon()
         self._destination.reset()
+        if self._hidden:
+            for _, param in self.training.named:
+                param.grad = None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm of all gradients, of which each rank has its pieces. Collective."""
         self._settle()
         self._states.split(self._present)
-        pieces = [(piece, self._destination.grad_of(piece)) for piece in self._parameters.pieces]
-        grads = _values([grad for _, grad in pieces if grad is not None])
+        pieces = [self._destination.grad_of(piece) for piece in self._parameters.pieces]
+        grads = _values([grad for grad in pieces if grad is not None])
+        scaled = _values(self._destination.sources())
         owners, group = self._parameters.owners.once, self.training.group
-        return clip_grad_norm_(grads, owners, group, max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(grads, scaled, owners, group, max_norm, norm_type, error_if_nonfinite)
 
     def _unscale(self, sharded: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
         """Do for all gradients of a dtype what a GradScaler asks for. Collective."""
@@ -327,6 +332,11 @@ class ShardedSynchronizer(Synchronizer):
         """Return when all parameters have arrived that are on their way with `overlap_forward`."""
         if self._overlap is not None:
             self._overlap.wait()
+
+    def _synchronize(self) -> None:
+        """Return when all ranks have ended the latest step: until then they read this rank's gradients."""
+        if self._overlap is not None:
+            self._overlap.wait_for_first()
 
     def consensus(self) -> Sequence[Tensor]:
         """Return the parameters as they are, all of them."""

@@ -36,5 +36,5 @@ class TernGrad(Compressor):
         if self.c < math.inf:
             most = v.mean().abs() + self.c * v.std(correction=0)
             v = v.clamp(-most, most)
-        s = v.abs().max()
+        s = v.abs().max() if v.numel() else v.sum()
         return (v / s + u).floor() * s if s else v

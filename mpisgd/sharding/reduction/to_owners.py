@@ -13,7 +13,7 @@ What programs see as `p.grad` afterwards is a `ShardedGradient`, on every rank. 
 
 import operator
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class ToOwners:
         states: what the optimizer keeps for the pieces.
         defers: whether pieces are reduced when somebody asks for them, and not at the end of backward.
         unscale: see `ShardedGradient`.
+        synchronize: returns when nobody reads this rank's gradients of the step before any more.
         stage: 2: a gradient is freed when its bucket has been reduced; 1: with all others; 0: as with 1, and
             what cannot go by piece goes to all, and not by bucket.
 
@@ -63,10 +64,12 @@ class ToOwners:
         *,
         defers: bool,
         unscale: Unscale,
+        synchronize: Callable[[], None],
         stage: int,
     ) -> None:
         self._parameters, self._states, self._defers = parameters, states, defers
         self._unscale, self._stage = weakref.WeakMethod(unscale), stage
+        self._synchronize = weakref.WeakMethod(synchronize)
         self._sharded: list[Tensor] = []
         self._exists: list[bool] = []  # whether some rank has a gradient, for each parameter
         self._slots: Sequence[BucketSlot] = ()  # of the plan
@@ -163,6 +166,8 @@ class ToOwners:
         if self._by_piece is None:
             self._route.launch_rest(in_flight)
         elif rest := in_flight.not_launched():
+            if (synchronize := self._synchronize()) is not None:
+                synchronize()
             self._launcher.launch_together(
                 in_flight, rest, lambda kinds: self._reduce_pieces(in_flight, kinds)
             )
@@ -251,8 +256,8 @@ class ToOwners:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether gradients were left for later."""
-        return self.where is GradientPlace.DEFERRED
+        """Whether gradients were left for later, and the program has not reset them since."""
+        return self.where is GradientPlace.DEFERRED and self.stands_in()
 
     def is_untouched(self) -> bool:
         """Return whether all gradients are still what the last reduction has left."""
@@ -270,6 +275,14 @@ class ToOwners:
         if all(grad is self._sharded[m.param] for grad, m in zip(grads, piece.members, strict=True)):
             return piece.grad
         return self._piece_of(grads, piece)
+
+    def sources(self) -> list[Tensor]:
+        """Return what the pieces' gradients are made from: those reduced here, and those of the program."""
+        params, pieces = self._launcher.params, self._parameters.pieces
+        stands = [param.grad is sharded for param, sharded in zip(params, self._sharded, strict=True)]
+        reduced = [p.grad for p in pieces if p.grad is not None and any(stands[m.param] for m in p.members)]
+        own = [p.grad for p, stand in zip(params, stands, strict=True) if p.grad is not None and not stand]
+        return [*reduced, *own]
 
     def _piece_of(self, grads: Sequence[Tensor | None], piece: Piece) -> Tensor | None:
         """Return the gradient of a piece, from those of the parameters in it."""

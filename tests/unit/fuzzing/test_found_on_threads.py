@@ -14,11 +14,15 @@ from mpisgd.tools.verification.programs.program import (
     Broadcast,
     Clip,
     Convert,
+    EndJoin,
     FailedBackward,
+    Join,
     Layer,
     Optimizer,
     Program,
     Reload,
+    RunOut,
+    SetGradient,
     Step,
     Synchronize,
     ZeroGrad,
@@ -332,11 +336,11 @@ def test_one_rank_goes_on_alone_and_others_come_back(compression, has_begun):
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
 
 
-# Seeds 32003370, 32004799. The papers of compressors failed on a parameter without elements.
+# Seeds 32003370, 32004799, 71000381. The papers of compressors failed on a parameter without elements.
 
 
 @pytest.mark.parametrize(
-    "compression", ["QSGD(bits=2, segment=5)", "RandomK(ratio=0.5, error_feedback=False)"]
+    "compression", ["QSGD(bits=2, segment=5)", "RandomK(ratio=0.5, error_feedback=False)", "TernGrad()"]
 )
 def test_a_parameter_without_elements_is_compressed(compression):
     optimizer = Optimizer("SGD", (("lr", 0.5),), (0,), (("compression", f"mpisgd.compress.{compression}"),))
@@ -351,3 +355,50 @@ def test_what_is_kept_for_a_parameter_is_converted_with_it(compression):
     optimizer = Optimizer("SGD", (("lr", 0.5),), (0,), (("compression", f"mpisgd.compress.{compression}"),))
     events = [Backward((4,)), Step(), Convert(0, "float32"), ZeroGrad(), Backward((5,)), Step()]
     check(*events, layers=[Layer(shape=(5,))], optimizers=[optimizer], seed=32005681)
+
+
+# Seed 71000990. A rank without a backward packed its gradients in the order of an earlier one, which
+# nobody saves: a resumed run drew other numbers.
+
+
+def test_a_rank_without_a_backward_packs_gradients_as_when_resumed():
+    optimizer = Optimizer("SGD", (("lr", 0.5),), (0,), (("compression", "mpisgd.compress.QSGD(bits=4)"),))
+    added = (AddGroup(1), Reload(clears=False))
+    events = [Synchronize(), Backward((4,)), *added, Backward((5,), skipped=(0,)), Step()]
+    check(*events, layers=[Layer(shape=(2,)), Layer(shape=(1,))], optimizers=[optimizer], seed=71000990)
+
+
+# Seed 72009502. A rank without data had not heard that the others had reset their gradients.
+
+DIVIDED = [
+    (("strategy", "mpisgd.Sharded()"),),
+    (("strategy", "mpisgd.Sharded(stage=2)"),),
+    (("strategy", "mpisgd.Sharded(overlap_forward=True)"),),
+    (("share_parameters", "True"),),
+    (("strategy", "mpisgd.ParameterServer('sync')"),),
+]
+# What a program does between two steps; nobody drew it before, and each was wrong without an error.
+BETWEEN = {
+    "closure after a reset": (ZeroGrad(), Step((2,))),
+    "closure after a gradient of the program's own": (SetGradient(1), Step((2,))),
+    "all set and clipped": (
+        *(ZeroGrad(), Backward((2,)), SetGradient(0), SetGradient(1), Clip(0.125), Step()),
+    ),
+    "one of a piece set and clipped": (ZeroGrad(), Backward((2,)), SetGradient(1), Clip(0.125), Step()),
+    "one of a piece gone and clipped": (
+        *(ZeroGrad(), Backward((2,)), SetGradient(1, exists=False), Clip(0.125), Step()),
+    ),
+    "two steps without a forward between": (Step(), ZeroGrad(), Step()),
+}
+
+
+@pytest.mark.parametrize("options", DIVIDED, ids=str)
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_a_program_does_to_divided_gradients(options, between, joins):
+    optimizer = Optimizer("AdamW", (("lr", 0.125),), (0, 1, 2), options)
+    events = [ZeroGrad(), Backward((1,)), Step(), *BETWEEN[between], ZeroGrad(), Backward((3,)), Step()]
+    if joins:
+        events[3:3] = [Join(), RunOut(ranks=(1,))]
+        events.append(EndJoin())
+    check(*events, layers=[Layer(shape=(3, 4)), Layer(shape=(2,)), Layer(shape=(5,))], optimizers=[optimizer])

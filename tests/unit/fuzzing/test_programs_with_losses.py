@@ -29,7 +29,7 @@ from mpisgd.tools.verification.programs.program import (
 from mpisgd.tools.verification.programs.python_text import python_text
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
-FIRST_SEED, NUM_PROGRAMS = 1_000, 10
+FIRST_SEED, NUM_PROGRAMS = 1_200, 10
 
 
 def program(*events, ranks=3, per_host=0, group="world", optimizer="SGD", settings=(("lr", 0.5),), **options):

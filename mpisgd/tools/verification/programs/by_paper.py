@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ class ByPaper:
         weight = 1.0 if program.optimizers[0].sums else program.ranks
         self._program, self._num_ranks = program, program.ranks
         self._all = [Training(program, [each], weight) for each in range(program.ranks)]
-        self._clips: list[events.Clip] = []
+        self._changes: list[events.Clip | events.SetGradient] = []  # of the reduced gradients
         self._apart: dict[int, Any] = {}  # by optimizer, the state from before a rank went on alone
         strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
         self._is_local = not averages_gradients(program.optimizers[0])
@@ -136,8 +137,8 @@ class ByPaper:
         match event:
             case events.Step():
                 self._step(event)
-            case events.Clip() if not self._is_local:
-                self._clips.append(event)
+            case events.Clip() | events.SetGradient() if not self._is_local:
+                self._changes.append(event)
             case events.Reload(ranks=ranks) if ranks and ranks != self._num_ranks:
                 self._resize(ranks)
             case events.AddGroup() | events.SetFrozen() | events.Convert():
@@ -148,7 +149,9 @@ class ByPaper:
             case events.Join():
                 for training in self._all:
                     training.examples = examples_of(self._program, range(self._num_ranks))
-            case events.Clip() | events.ZeroGrad() if self._examples and self._is_local:
+            case events.Clip() | events.SetGradient() | events.ZeroGrad() if (
+                self._examples and self._is_local
+            ):
                 for rank, training in self._here:
                     if rank in self._examples:
                         training.do(event)
@@ -167,6 +170,8 @@ class ByPaper:
         return self._all[0].examples
 
     def _step(self, event: events.Step) -> None:
+        if event.closure:
+            self._changes.clear()  # it resets them
         if event.closure and self._mixes_first:  # its first gradient is of what the ranks have before
             for _, training in self._here:
                 training.compute(event)
@@ -180,25 +185,29 @@ class ByPaper:
             weight = {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None
             grads = part.grads()
             kept = {rank: grads.pop(rank) for rank in here if self._is_local and weight and not weight[rank]}
-            run.step(grads, self._clipped, weight=weight)
+            run.step(grads, partial(self._changed, part), weight=weight)
             part.give(kept)
             for rank, values in frozen.items():
                 for name, value in values.items():
                     _overwrite(part.params[rank][name], value)
                     run.x[rank][name] = value
-        self._clips.clear()
+        self._changes.clear()
 
-    def _clipped(self, grads: Vec) -> Vec:
-        for clip in self._clips:
-            params = {name: nn.Parameter(torch.empty_like(grad)) for name, grad in grads.items()}
-            for name, grad in grads.items():
-                params[name].grad = grad.clone()
-            if clip.by_value:
-                nn.utils.clip_grad_value_(params.values(), clip.max_norm)
-            else:
-                nn.utils.clip_grad_norm_(params.values(), clip.max_norm, clip.norm_type)
-            grads = Vec({name: param.grad for name, param in params.items() if param.grad is not None})
+    def _changed(self, part: _Part, grads: Vec) -> Vec:
+        """Return the reduced gradients as the program has changed them."""
+        for change in self._changes:
+            grads = (
+                self._set(part, grads, change)
+                if isinstance(change, events.SetGradient)
+                else _clipped(grads, change)
+            )
         return grads
+
+    def _set(self, part: _Part, grads: Vec, event: events.SetGradient) -> Vec:
+        name, value = f"layers.{event.layer}", self._all[0].model.gradient_for(event)
+        others = {each: grad for each, grad in grads.items() if each != name}
+        is_here = name in next(iter(part.params.values()))
+        return Vec(others if value is None or not is_here else {**others, name: value})
 
     # -- what is kept, where ranks begin anew ---------------------------------------------------------
 
@@ -248,6 +257,17 @@ class ByPaper:
                 for optimizer, state in zip(training.optimizers, copies, strict=True):
                     optimizer.load_state_dict(state)
                     _undo_casts(optimizer, state["state"])
+
+
+def _clipped(grads: Vec, clip: events.Clip) -> Vec:
+    params = {name: nn.Parameter(torch.empty_like(grad)) for name, grad in grads.items()}
+    for name, grad in grads.items():
+        params[name].grad = grad.clone()
+    if clip.by_value:
+        nn.utils.clip_grad_value_(params.values(), clip.max_norm)
+    else:
+        nn.utils.clip_grad_norm_(params.values(), clip.max_norm, clip.norm_type)
+    return Vec({name: param.grad for name, param in params.items() if param.grad is not None})
 
 
 def _filled_up(state: Any, older: Any) -> Any:

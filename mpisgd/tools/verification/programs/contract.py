@@ -28,6 +28,7 @@ from mpisgd.tools.verification.programs.program import (
     Reload,
     RunOut,
     SetFrozen,
+    SetGradient,
     SetRate,
     Step,
     Synchronize,
@@ -64,6 +65,8 @@ class _Walk:
     window: _Window = field(default_factory=_Window)
     is_clipped: bool = False  # since the last reset
     is_stepped: bool = False  # with clipped gradients
+    is_set: bool = False  # a gradient, by the program, since the last reset
+    awaits_closure: bool = False  # since that was not reduced
     is_reduced: bool = False  # what there is, and not reset since; on some rank
     adds: bool = False  # something was added to that
     num_ranks: int = 0  # that train now
@@ -94,6 +97,7 @@ def violation(program: Program) -> str:
             broken := _inside_join(walk, event)
             or _after_other(walk, event)
             or _after_scaled(walk, event)
+            or _after_set(walk, event)
             or _after(walk, event)
         ):
             return f"{event}: {broken}"
@@ -192,7 +196,7 @@ def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
     ]
 
 
-INSIDE_JOIN = (Backward, Step, ZeroGrad, Clip, Synchronize, SetRate, RunOut, EndJoin)
+INSIDE_JOIN = (Backward, Step, ZeroGrad, Clip, SetGradient, Synchronize, SetRate, RunOut, EndJoin)
 
 
 def _inside_join(walk: _Walk, event: Event) -> str:
@@ -290,6 +294,32 @@ def _may_not_move(program: Program) -> bool:
     options = [dict(optimizer.options) for optimizer in program.optimizers]
     one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
     return one_bit or any({"share_parameters", "strategy"} & each.keys() for each in options)
+
+
+def _after_set(walk: _Walk, event: Event) -> str:
+    """Note gradients that the program sets; return what is wrong with it."""
+    match event:
+        case SetGradient(layer=place):
+            if place not in walk.layers or place not in _anchors(walk.program, (place,)):
+                return "no layer that trains and has a gradient"
+            if walk.program.layers[place].kind != "dense" or walk.program.scaler:
+                return "a gradient that may be sparse, or is scaled"
+            if any(optimizer.name in ONE_BIT for optimizer in walk.program.optimizers):
+                return "gradients are each rank's own"
+            if not walk.window.is_reduced and (walk.window.passes or walk.window.has_skips):
+                return "gradients that are not reduced are set"
+            walk.is_set, walk.awaits_closure = True, not walk.window.is_reduced
+        case ZeroGrad() | Reload() | FailedBackward():
+            walk.is_set = walk.awaits_closure = False
+        case Step(closure=data) if data:
+            walk.is_set = walk.awaits_closure = False
+        case Step() | Synchronize() | Clip() if walk.awaits_closure:
+            return "a gradient of the program that is not reduced"
+        case Clip(by_value=True) if walk.is_set:
+            return "torch clips no values where there may be no gradient"
+        case Backward() if walk.is_set:
+            return "something is added to a gradient of the program"
+    return ""
 
 
 def _after_scaled(walk: _Walk, event: Event) -> str:

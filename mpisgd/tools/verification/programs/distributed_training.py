@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Program
 from mpisgd.tools.verification.programs.training import Training
 
-__all__ = ["DistributedTraining", "group_of"]
+__all__ = ["UNREAD", "DistributedTraining", "group_of"]
+
+
+# What reads no parameters; a closure does.
+UNREAD = (events.ZeroGrad, events.SetGradient, events.Clip, events.Synchronize)
 
 
 class Raises(torch.autograd.Function):
@@ -89,8 +94,15 @@ class DistributedTraining(Training):
         if not self.takes_part:
             self._follow(event)
             return
+        if not isinstance(event, UNREAD) and not (isinstance(event, events.Step) and not event.closure):
+            self.wait()
         super().do(event)
+
+    @property
+    def members(self) -> Sequence[Training]:
+        """See `Training`; their parameters have arrived."""
         self.wait()
+        return super().members
 
     def _follow(self, event: Event) -> None:
         """Do on a rank that does not train what it must know when it does again."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import averages_gradients
-from mpisgd.tools.verification.programs.distributed_training import DistributedTraining
+from mpisgd.tools.verification.programs.distributed_training import UNREAD, DistributedTraining
 from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.sabotaged import SabotagedTraining
@@ -157,7 +157,7 @@ def run_events(program: Program, begin: Callable[[], Steps]) -> list[Run]:
         runs = [Run({-1: copies(member.model.params)}) for member in training.members]
         for event, what in enumerate(program.events):
             training.do(what)
-            if isinstance(what, CHANGING):
+            if isinstance(what, CHANGING) and is_looked_at(program, event):
                 _note(runs, training.members, event)
         event = len(program.events)
         for run, member in zip(runs, training.members, strict=True):
@@ -166,6 +166,20 @@ def run_events(program: Program, begin: Callable[[], Steps]) -> list[Run]:
         for run in runs:
             run.failure = Failure(event, type(exc).__name__, str(exc))
     return runs
+
+
+def is_looked_at(program: Program, event: int) -> bool:
+    """Return whether parameters are compared after an event.
+
+    With `overlap_forward` not where the next event does not read them either: they may be on their way then.
+    After the last one that changes them on a rank they are.
+    """
+    after = program.events[event + 1 :]
+    goes_on = any(isinstance(what, UNREAD) or what == events.Step() for what in after[:1])
+    next_change = next((what for what in after if isinstance(what, CHANGING)), None)
+    goes_on &= isinstance(next_change, events.Step)
+    overlaps = any("overlap_forward" in optimizer.option("strategy") for optimizer in program.optimizers)
+    return not (overlaps and goes_on)
 
 
 def _note(runs: Sequence[Run], members: Sequence[Seen], event: int) -> None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from mpisgd.tools.verification.programs.program import Layer, Program
+from mpisgd.tools.verification.programs.program import Layer, Program, SetGradient
 
 __all__ = ["Model", "is_used", "numbers"]
 
@@ -70,6 +70,12 @@ class Model:
                 else:
                     total = total + part if program.exact else torch.tanh(total / 2 + part)
         return total if total is not None and total.requires_grad else None
+
+    def gradient_for(self, event: SetGradient) -> Tensor | None:
+        """Return what a program puts in the place of a gradient: a new tensor, or None."""
+        param = self.params[event.layer]
+        values = numbers(tuple(param.shape), event.layer, exact=self._program.exact)
+        return values.to(param.dtype, copy=True) if event.exists else None
 
     def _part(self, place: int, rank: int, data: int, use: int) -> Tensor:
         """Return the part of a layer: a scalar of its own dtype as float64."""

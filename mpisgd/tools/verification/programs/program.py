@@ -33,6 +33,7 @@ __all__ = [
     "Reload",
     "RunOut",
     "SetFrozen",
+    "SetGradient",
     "SetRate",
     "Step",
     "Synchronize",
@@ -165,6 +166,14 @@ class Clip:
 
 
 @dataclass(frozen=True)
+class SetGradient:
+    """`p.grad = ...` of a layer, by the program, alike on all ranks; or None."""
+
+    layer: int
+    exists: bool = True
+
+
+@dataclass(frozen=True)
 class Synchronize:
     """`optimizer.synchronize()` of all optimizers."""
 
@@ -267,6 +276,7 @@ Event = (
     | Step
     | ZeroGrad
     | Clip
+    | SetGradient
     | Synchronize
     | SetFrozen
     | AddGroup

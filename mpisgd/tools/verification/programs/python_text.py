@@ -343,6 +343,10 @@ def _event(program: Program, event: Event) -> Iterator[str]:
                 if event.by_torch or event.by_value
                 else (f"    opt.clip_grad_norm_({arguments}) if wraps else {torchs}")
             )
+        case events.SetGradient():
+            shape, dtype = tuple(program.layers[event.layer].shape), f"p{event.layer}.dtype"
+            value = f"numbers({shape}, {event.layer}).to({dtype})" if event.exists else "None"
+            yield f"p{event.layer}.grad = {value}"
         case events.Synchronize():
             yield "[opt.synchronize() for opt in opts if wraps]"
         case events.SetFrozen():

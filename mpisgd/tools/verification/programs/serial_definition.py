@@ -92,7 +92,7 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
         return "what was frozen is not mixed, and updated all the same while it has a gradient"
     closures = any(getattr(event, "closure", ()) for event in program.events)
     warms_up = getattr(strategy, "warmup_steps", 0)
-    looks = closures or any(isinstance(event, events.Clip) for event in program.events)
+    looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
     if warms_up and (program.scaler or looks):
         return "something looks at gradients that are reduced by then"
     try:
@@ -123,6 +123,8 @@ def _reduces_once(program: Program) -> bool:
                 if not has_new:
                     return False
             case events.ZeroGrad(by_model=True, set_to_none=False) | events.FailedBackward():
+                return False
+            case events.SetGradient(exists=False):  # where all are None, a step reduces as after a reset
                 return False
             case events.ZeroGrad() | events.Reload():
                 if has_new:

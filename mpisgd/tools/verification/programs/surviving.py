@@ -152,6 +152,7 @@ class _ElasticTraining(DistributedTraining):
         if state.frozen != self._frozen:
             state.frozen = self._frozen
         if isinstance(event, CHANGING):
+            self.wait()
             self._run.params[self._at] = copies(self.model.params)
 
 
@@ -215,7 +216,7 @@ class _ByPaper(ByPaper):
         """Go on with the ranks that are left, which are numbered anew in their order."""
         places = [self._left.index(rank) for rank in left]
         self._left, self._num_ranks = left, len(left)
-        self._clips.clear()
+        self._changes.clear()
         for _, training in self._here:
             training.weight = 1.0 if self._program.optimizers[0].sums else len(left)
             training.shrink(training.ranks)

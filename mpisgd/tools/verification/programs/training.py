@@ -103,6 +103,8 @@ class Training:
             case events.Clip():
                 self.unscale()
                 self.clip(event)
+            case events.SetGradient():
+                self.model.params[event.layer].grad = self.model.gradient_for(event)
             case events.Synchronize():
                 self.synchronize()
             case events.SetFrozen():
