@@ -21,7 +21,6 @@ from mpisgd.tools.verification.programs.training import Training
 from mpisgd.tools.verification.sabotage import Sabotage
 
 __all__ = [
-    "CHANGING",
     "Failure",
     "Joined",
     "Run",
@@ -30,6 +29,7 @@ __all__ = [
     "digest",
     "execute",
     "has_reference",
+    "is_looked_at",
     "references_of",
     "run_events",
     "state_digest",
@@ -157,7 +157,7 @@ def run_events(program: Program, begin: Callable[[], Steps]) -> list[Run]:
         runs = [Run({-1: copies(member.model.params)}) for member in training.members]
         for event, what in enumerate(program.events):
             training.do(what)
-            if isinstance(what, CHANGING) and is_looked_at(program, event):
+            if is_looked_at(program, event):
                 _note(runs, training.members, event)
         event = len(program.events)
         for run, member in zip(runs, training.members, strict=True):
@@ -169,7 +169,7 @@ def run_events(program: Program, begin: Callable[[], Steps]) -> list[Run]:
 
 
 def is_looked_at(program: Program, event: int) -> bool:
-    """Return whether parameters are compared after an event.
+    """Return whether parameters are compared after an event: where it changes them.
 
     With `overlap_forward` not where the next event does not read them either: they may be on their way then.
     After the last one that changes them on a rank they are.
@@ -179,7 +179,7 @@ def is_looked_at(program: Program, event: int) -> bool:
     next_change = next((what for what in after if isinstance(what, CHANGING)), None)
     goes_on &= isinstance(next_change, events.Step)
     overlaps = any("overlap_forward" in optimizer.option("strategy") for optimizer in program.optimizers)
-    return not (overlaps and goes_on)
+    return isinstance(program.events[event], CHANGING) and not (overlaps and goes_on)
 
 
 def _note(runs: Sequence[Run], members: Sequence[Seen], event: int) -> None:

@@ -15,13 +15,13 @@ from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, Member
 from mpisgd.tools.verification.programs.distributed_training import DistributedTraining, group_of
 from mpisgd.tools.verification.programs.execute import (
-    CHANGING,
     Failure,
     Joined,
     Run,
     Seen,
     copies,
     has_reference,
+    is_looked_at,
     run_events,
 )
 from mpisgd.tools.verification.programs.lost_ranks import Resumption, without_losses
@@ -151,7 +151,7 @@ class _ElasticTraining(DistributedTraining):
                 setattr(state, f"optimizer_{place}", optimizer)
         if state.frozen != self._frozen:
             state.frozen = self._frozen
-        if isinstance(event, CHANGING):
+        if is_looked_at(self.program, self._at):
             self.wait()
             self._run.params[self._at] = copies(self.model.params)
 
