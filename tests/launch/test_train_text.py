@@ -82,6 +82,13 @@ EQUAL = [
     for name in (*RUNS[4], *RUNS[2], *RESUMED)
     if not name.startswith(("bf16", "LocalSGD", "pipedream", "2bw")) and name != "without communication"
 ]
+# What says something that no other run of the short form does; the rest is for --long.
+SHORT_FORM = (
+    *("dp=2,tp=2", "dp=2,tp=2 zero 3", "1f1b dp=2,pp=2", "layout on 2 x 2", "tp=2", "pp=2"),
+    *("zero 2 offloaded", "accumulation", "all elements by TopK", "gpipe", "bf16 alone", "bf16 zero 3"),
+    *("dp=2,tp=2 to pp=2", "dp=2,tp=2 to layout", "zero 1 to zero 3", "zero 1 to alone"),
+    *("pipedream", "LocalSGD to DiLoCo"),
+)
 
 DRIVER = """
 import json, sys
@@ -117,6 +124,12 @@ for args in json.loads(sys.argv[1]):
 """
 
 pytestmark = pytest.mark.timeout(1200)  # the first test waits for all jobs
+
+
+def runs_named(*names: str) -> pytest.MarkDecorator:
+    """A test for each of these runs, those of the long form marked so."""
+    marks = {name: () if name in SHORT_FORM else pytest.mark.long for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=each) for name, each in marks.items()])
 
 
 def train_text(*args, num_ranks=None):
@@ -194,7 +207,7 @@ def curves(folder, request) -> dict[str, list[float]]:
 # --- the curve ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@runs_named(*EQUAL)
 def test_every_layout_gives_the_curve_of_one_process(curves, name):
     alone = curves["alone"]
     assert alone[-1] < alone[0] - 1  # something was learnt, so that there is something to compare
@@ -209,7 +222,7 @@ def test_seed_decides_the_curve(curves):
     assert max_difference(curves["another seed"], curves["alone"]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["bf16 alone", "bf16 dp=2", "bf16 tp=2", "bf16 zero 3", "bf16 layout"])
+@runs_named("bf16 alone", "bf16 dp=2", "bf16 tp=2", "bf16 zero 3", "bf16 layout")
 def test_bf16_is_used_and_learns(curves, name):
     assert 5e-6 < max_difference(curves[name], curves["alone"]) < 1e-2
 
@@ -221,7 +234,7 @@ def test_ranks_that_train_by_themselves_have_a_curve_of_their_own_and_go_on_with
     assert max_difference(curves["LocalSGD to itself"], local) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["pipedream", "2bw"])
+@runs_named("pipedream", "2bw")
 def test_older_weights_give_a_curve_of_their_own(curves, name):
     alone, stale = curves["alone"], curves[name]
     assert max_difference(stale, alone) > 1e-3
@@ -234,7 +247,7 @@ def test_a_pipeline_that_is_saved_is_empty_and_goes_on_alike(curves):
     assert max_difference(resumed[:until], saved[:until]) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["LocalSGD to DiLoCo", "LocalSGD to zero 3"])
+@runs_named("LocalSGD to DiLoCo", "LocalSGD to zero 3")
 def test_others_go_on_from_the_common_model(curves, name):
     local, other = curves["LocalSGD"], curves[name]
     assert other[:SAVED_STEP] == local[:SAVED_STEP]
