@@ -320,6 +320,9 @@ class DividedParameters:
                     "(param.data = ...)"
                 )
 
+    def note_updated(self) -> None:
+        """Note that a step has updated the parameters; called at its end."""
+
     def barrier(self, what: str, then: Callable[[], None] = lambda: None) -> None:
         """Wait until all ranks have come here, and do something then. Collective.
 

@@ -198,7 +198,7 @@ class PieceStates:
             others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
             with self.state.held_errors():
                 self.take_parts(self.wholes_in(state), others)
-            state.clear()
+            _empty(state)
 
     def take_parts(self, wholes: Mapping[int, Entries], others: Mapping[Any, Any]) -> None:
         """Take this rank's part of these states; see `cut`."""
@@ -227,7 +227,7 @@ class PieceStates:
         try:
             yield
         finally:
-            state.clear()
+            _empty(state)
 
     def place(self, state: dict[Any, Any]) -> None:
         """Bring the state of parameters, where these are the pieces, to where they lie."""
@@ -276,6 +276,11 @@ class PieceStates:
     def others(self) -> dict[Any, Any]:
         """What belongs to no parameter."""
         return {key: self.state[key] for key in self.state if not isinstance(key, Tensor)}
+
+
+def _empty(state: MutableMapping[Any, Any]) -> None:
+    for key in list(state):
+        del state[key]
 
 
 def _with_missing(entries: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

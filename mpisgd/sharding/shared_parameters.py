@@ -4,6 +4,7 @@ What the ranks save is the second half of an all-reduce, which would bring the r
 (n - 1)/n of the optimizer's work and memory.
 """
 
+import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -32,6 +33,8 @@ class SharedParameters(DividedParameters):
     """
 
     one_copy = True
+    _versions: int | None = None  # how often torch has seen parameters written, up to the latest step
+    _has_warned = False
 
     @property
     def _shares(self) -> bool:
@@ -114,6 +117,34 @@ class SharedParameters(DividedParameters):
                     "optimizer: give each parameters of its own, or go on with the last one alone"
                 )
         super().check_in_place()
+        self._check_who_writes()
+
+    def note_updated(self) -> None:
+        """See `DividedParameters`: what counts writes from now on are those of the program."""
+        if self._is_second:
+            self._versions = self._sum_of_versions()
+
+    def _check_who_writes(self) -> None:
+        """Warn, once, where the program has written on the second rank of a host: others do so, too."""
+        if self._versions is None or self._has_warned or self._versions == self._sum_of_versions():
+            return
+        self._has_warned = True
+        warnings.warn(
+            "share_parameters: the program writes to parameters on more than the first rank of a host, which "
+            "has one copy of them. That is fine where all write the same values, as load_state_dict does; "
+            "p.mul_(0.9) multiplies once for each rank. Write on mpisgd.local_rank() == 0, between two calls "
+            "of mpisgd.barrier()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    @property
+    def _is_second(self) -> bool:
+        memory = self.owners.memory
+        return self._shares and memory is not None and memory.rank == 1
+
+    def _sum_of_versions(self) -> int:
+        return sum(param._version for _, param in self.named)
 
 
 def check_shareable(named: Named) -> None:

@@ -30,6 +30,7 @@ from mpisgd.gradients.fusion_buffer import laid_out
 from mpisgd.methods.parameter_server.layout import PARAMETER, Schema, lay_out_shards
 from mpisgd.methods.parameter_server.shard_memory import ShardMemory, Version
 from mpisgd.methods.parameter_server.worker import Worker
+from mpisgd.methods.strategy.divided_state import DividedState
 from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.elementwise import single_step
@@ -57,7 +58,7 @@ class LockedShards(Worker):
         pull_every: int,
     ) -> None:
         self._push_every, self._pull_every = push_every, pull_every
-        self._hidden = HiddenParameters()
+        self._hidden = HiddenParameters(training.optimizer)
         self._runs_closure = False
         super().__init__(training, staleness, servers)
 
@@ -93,6 +94,7 @@ class LockedShards(Worker):
     def before_step(self) -> None:
         """Do all that a step does; the optimizer finds nothing left to do."""
         self._show()  # a step that raised has left them hidden
+        self._hidden.check(self.training.optimizer)
         self._scaling.before_step(self.training.optimizer)
         runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
@@ -230,7 +232,7 @@ class LockedShards(Worker):
         was_published = self._is_published
         super()._publish_once()
         if not was_published:
-            self.training.optimizer.state = defaultdict(dict)  # it lies in the shards
+            self.training.optimizer.state = DividedState()
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state as it is in the shards now. Not collective."""
@@ -242,7 +244,7 @@ class LockedShards(Worker):
             self._read_state()
             return make()
         finally:
-            optimizer.state = defaultdict(dict)
+            optimizer.state = DividedState()
 
     def _read_state(self) -> None:
         """Give the optimizer copies of the state in the shards."""

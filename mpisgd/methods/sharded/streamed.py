@@ -53,7 +53,7 @@ class StreamedSynchronizer(Synchronizer):
         super().__init__(training)
         self._streamed = streamed
         self.gradients = _Gradients(training.group)
-        self._hidden = HiddenParameters()
+        self._hidden = HiddenParameters(training.optimizer)
         self._runs_closure = False
         self._pieces = StreamedPieces(training.named, training.optimizer.param_groups, streamed)
         params, names = [param for _, param in training.named], [name for name, _ in training.named]

@@ -75,7 +75,7 @@ class ShardedSynchronizer(Synchronizer):
         self.commits_shards = stage > 0
         self.state = KeptByCompressors()
         self._is_known = is_known_elementwise(training.optimizer)
-        self._hidden = HiddenParameters()
+        self._hidden = HiddenParameters(training.optimizer)
         self._runs_closure = False
         self._updated: Sequence[bool] = ()
         self._overlap = ForwardOverlap(training.named) if overlap_forward else None
@@ -274,6 +274,7 @@ class ShardedSynchronizer(Synchronizer):
         self._write_back()
         self._show_all()
         torch.autograd.graph.increment_version(self.training.params)
+        self._parameters.note_updated()
         period = self.training.check_in_sync_every
         compares = bool(period) and num_steps % period == 0
         self._publication.publish(self._updated, in_background=not compares)
