@@ -40,7 +40,7 @@ from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.join import Join, join
 from mpisgd.optim.participant import Participant
-from mpisgd.optim.step_hooks import register_step_hooks
+from mpisgd.optim.step_hooks import keep_last, register_step_hooks
 from mpisgd.optim.wrapped_class import signature_of, turned_into, wrapped_class
 from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
@@ -194,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.__class__ = wrapped_class(type(optimizer))
             raise
         self._summary, self.spans_job = text, group is None
-        register_step_hooks(self, _before_step, _after_step)
+        register_step_hooks(self, _reduce_before_step, _after_step, last=_before_step)
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -254,6 +254,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             refuse(
                 f"{name}()", "ranks that have no more data do not come to it; call it after the `with` block"
             )
+
+    def register_step_pre_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
+        """Register a hook, which sees reduced gradients, and whose changes count in the step."""
+        handle = super().register_step_pre_hook(hook)
+        keep_last(self)
+        return handle
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
@@ -476,17 +482,28 @@ def wrap_closure(
     return args, {**kwargs, "closure": wrap(closure)}
 
 
+def _reduce_before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Reduce what is left to reduce; where there is a closure that is done whenever it has run."""
+    assert isinstance(optimizer, DistributedOptimizer)
+    window = optimizer._window
+    has_closure = wrap_closure(args, kwargs, lambda closure: closure) is not None
+    if not has_closure and (window.uneven is None or window.uneven.data.has_data):
+        window.flush_before_step()
+
+
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> StepArguments | None:
-    """Reduce what is left to reduce: now, or, where there is a closure, whenever it has run."""
+    """Do what comes before the optimizer's step: in some methods that is the step itself.
+
+    After the hooks of the program, which may clip gradients and change settings.
+    """
     assert isinstance(optimizer, DistributedOptimizer)
     window, synchronizer = optimizer._window, optimizer._synchronizer
     changed = wrap_closure(args, kwargs, window.around)
-    uneven = window.uneven
-    if changed is None and (uneven is None or uneven.data.has_data):
-        window.flush_before_step()
-    if uneven is not None:
+    if window.uneven is not None:
         optimizer._participant.begin_step(has_closure=changed is not None)
     if changed is None:
         window.check_before_step()

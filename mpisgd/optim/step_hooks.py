@@ -13,7 +13,7 @@ import torch
 
 from mpisgd.sharding.elementwise import WRAPPERS
 
-__all__ = ["register_step_hooks", "step_noting_depth"]
+__all__ = ["keep_last", "register_step_hooks", "step_noting_depth"]
 
 PreHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 PostHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
@@ -42,22 +42,54 @@ def step_noting_depth(wrapped: type[torch.optim.Optimizer]) -> dict[str, Any]:
 
 
 def register_step_hooks(
-    optimizer: torch.optim.Optimizer, before: PreHook, after: PostHook | None = None
+    optimizer: torch.optim.Optimizer,
+    first: PreHook,
+    after: PostHook | None = None,
+    *,
+    last: PreHook | None = None,
 ) -> None:
-    """Let `before` and `after` run once in each step of an optimizer of a class with `step_noting_depth`."""
+    """Let hooks run once in each step of an optimizer of a class with `step_noting_depth`.
 
-    def pre_hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    Args:
+        optimizer: of such a class.
+        first: runs before the hooks of the program.
+        after: runs after the step, and before theirs.
+        last: runs after the program's hooks and before the step; see `keep_last`.
+    """
+
+    def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depth = getattr(optimizer, "_step_depth", None)
         if depth is not None:
             optimizer._step_depth = depth + 1
-        return None if depth else before(optimizer, args, kwargs)
+        return None if depth else first(optimizer, args, kwargs)
 
-    def post_hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_last(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_outer = getattr(optimizer, "_step_depth", 1) == 1
+        return last(optimizer, args, kwargs) if last is not None and is_outer else None
+
+    def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         depth = getattr(optimizer, "_step_depth", 1) - 1
         if hasattr(optimizer, "_step_depth"):
             optimizer._step_depth = depth
         if not depth and after is not None:
             after(optimizer, args, kwargs)
 
-    optimizer.register_step_pre_hook(pre_hook)
-    optimizer.register_step_post_hook(post_hook)
+    handle = optimizer.register_step_pre_hook(begin)
+    _move_to_front(optimizer._optimizer_step_pre_hooks, handle.id)
+    handle = optimizer.register_step_post_hook(end)
+    _move_to_front(optimizer._optimizer_step_post_hooks, handle.id)
+    if last is not None:
+        vars(optimizer)["_last_pre_hook"] = optimizer.register_step_pre_hook(begin_last).id
+
+
+def keep_last(optimizer: torch.optim.Optimizer) -> None:
+    """Let `last` come last again, after the program has registered a hook."""
+    hooks, number = optimizer._optimizer_step_pre_hooks, vars(optimizer).get("_last_pre_hook")
+    if number in hooks:
+        hooks[number] = hooks.pop(number)
+
+
+def _move_to_front(hooks: dict[int, Any], number: int) -> None:
+    others = [other for other in hooks if other != number]
+    for other in others:
+        hooks[other] = hooks.pop(other)

@@ -11,6 +11,8 @@ Gradients, of all parameters of an optimizer:
     LOCAL      p.grad is this rank's own, or None
     DEFERRED   p.grad is a `ShardedGradient`; each rank has its own still, which the step combines
     OWNED      p.grad is a `ShardedGradient`; each owner has the combined gradients of its pieces
+    USED       p.grad is a `ShardedGradient`; a step has freed what the owners had, piece by piece (offload);
+               it follows OWNED
 
 Optimizer state:
 
@@ -35,6 +37,7 @@ class GradientPlace(enum.Enum):
     LOCAL = "with each rank"
     DEFERRED = "with each rank, until the step"
     OWNED = "with their owners"
+    USED = "nowhere any more: a step has used them"
 
     def to(self, place: "GradientPlace") -> "GradientPlace":
         """Return the next place, which must be one that may follow."""
@@ -61,5 +64,6 @@ _GRADIENTS = {
     (GradientPlace.LOCAL, GradientPlace.DEFERRED),
     (GradientPlace.LOCAL, GradientPlace.OWNED),
     (GradientPlace.DEFERRED, GradientPlace.OWNED),
+    (GradientPlace.OWNED, GradientPlace.USED),
 }
 _STEPS = {(StatePlace.PIECES, StatePlace.STEP), (StatePlace.STEP, StatePlace.PIECES)}

@@ -200,9 +200,11 @@ class ShardedSynchronizer(Synchronizer):
             self._overlap.check_used()
         self.wait()
         self.end_failed_step()
+        runs_closure, self._runs_closure = self._runs_closure, False
+        if not runs_closure:
+            self._destination.check_there()
         self._parameters.check_in_place()
         self._take_over_state()
-        runs_closure, self._runs_closure = self._runs_closure, False
         updates_later = runs_closure and self._offload is not None  # what is to be updated with is not there
         if not updates_later:
             self._hide()
@@ -225,6 +227,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def _settle(self) -> None:
         """Have the gradients of the pieces reduced, if that was left for later. Collective."""
+        self._destination.check_there()
         if self._destination.is_deferred:
             self._parameters.barrier("gradients of pieces", self._destination.settle)
 
@@ -256,6 +259,7 @@ class ShardedSynchronizer(Synchronizer):
     def _hand_over(self, update: PieceUpdate) -> None:
         """Have all pieces updated that have a gradient."""
         self._parameters.hand_over(update)
+        self._destination.used()
         self._states.state.end_step()
 
     @property

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import wire_dtype_of
+from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.destination import Everyone
 from mpisgd.gradients.in_flight import InFlightReduction
@@ -258,6 +259,23 @@ class ToOwners:
     def is_deferred(self) -> bool:
         """Whether gradients were left for later, and the program has not reset them since."""
         return self.where is GradientPlace.DEFERRED and self.stands_in()
+
+    def used(self) -> None:
+        """Note that a step has freed the gradients of the pieces, one after the other."""
+        if self.where is GradientPlace.OWNED:
+            self.where = self.where.to(GradientPlace.USED)
+
+    def check_there(self) -> None:
+        """Raise where what the reduced gradients were is used up.
+
+        Raises:
+            InvalidArgument: on every rank.
+        """
+        if self.where is GradientPlace.USED and self.stands_in():
+            raise InvalidArgument(
+                "DistributedOptimizer: with Offload a step frees the gradients that it has used. Compute new "
+                "ones, by zero_grad() and backward(), before another step or clip_grad_norm_()"
+            )
 
     def is_untouched(self) -> bool:
         """Return whether all gradients are still what the last reduction has left."""

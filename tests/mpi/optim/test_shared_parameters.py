@@ -254,7 +254,13 @@ def test_each_rank_updates_a_part(here, kind):
     _, optimizer = OPTIMIZERS[kind]
     _, ours = shared_pair(optimizer=optimizer)
     seen = []
-    ours.opt.register_step_pre_hook(lambda opt, *_: seen.append(sum(p.numel() for p in params_of(opt))))
+
+    def count(opt, *_):
+        seen.append(sum(p.numel() for p in params_of(opt)))
+
+    torch.optim.Optimizer.register_step_pre_hook(
+        ours.opt, count
+    )  # after mpisgd's own, other than a program's
     ours.opt.zero_grad()
     ours.backward(0)
     ours.opt.clip_grad_norm_(1e9)  # then all are updated at once

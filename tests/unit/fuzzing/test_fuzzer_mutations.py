@@ -25,7 +25,7 @@ from mpisgd.sharding import divided_parameters
 from mpisgd.tools.verification.programs.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
-ENOUGH = 4_000  # programs, of which those are run that do what it takes
+ENOUGH = 12_000  # programs, of which those are run that do what it takes
 
 
 class Mutation(NamedTuple):

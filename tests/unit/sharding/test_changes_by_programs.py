@@ -140,3 +140,81 @@ def test_writing_to_shared_parameters_on_every_rank_is_worth_one_warning():
 def test_writing_on_the_first_rank_alone_or_not_at_all_is_worth_none():
     assert warnings_of(lambda model: None) == []
     assert warnings_of(lambda model: mpisgd.local_rank() or model[0].weight.mul_(0.5)) == []
+
+
+# --- hooks of the step ----------------------------------------------------------------------------------
+
+
+def trained_with_hooks(options, ranks=3):
+    """Where a hook of the program, registered before or after mpisgd's, clips and changes a setting."""
+
+    def program():
+        model = nn.Linear(3, 4)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.constant_(model.bias, 0.25)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        inner.register_step_pre_hook(lambda opt, *_: scaled(opt, "weight_decay", 2.0))
+        optimizer = inner if options is None else mpisgd.DistributedOptimizer(inner, **options)
+        optimizer.register_step_pre_hook(lambda opt, *_: scaled(opt, "lr", 0.5))
+        optimizer.register_step_pre_hook(lambda opt, *_: clipped(opt, model))
+        seen = []
+        optimizer.register_step_post_hook(lambda opt, *_: seen.append(len(opt.param_groups[0]["params"])))
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + number)).square().sum().backward()
+            optimizer.step()
+        assert seen == [2, 2, 2]
+        return torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+
+    return run_ranks(ranks, program)
+
+
+def scaled(optimizer, name, factor):
+    for group in optimizer.param_groups:
+        group[name] *= factor
+
+
+def clipped(optimizer, model):
+    if isinstance(optimizer, mpisgd.DistributedOptimizer):
+        optimizer.clip_grad_norm_(0.5)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+@pytest.mark.parametrize("options", [{}, *DIVIDED[:4]], ids=str)
+def test_what_hooks_before_the_step_change_counts(options):
+    (right,) = trained_with_hooks(None, ranks=1)
+    for found in trained_with_hooks(options):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
+
+
+# --- offload --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [lambda o: o.step(), lambda o: o.clip_grad_norm_(1.0)], ids=["step", "clip"])
+def test_gradients_that_a_step_has_freed_are_not_used_again(use, tmp_path):
+    def program():
+        options = {"strategy": mpisgd.Sharded(2, offload=mpisgd.Offload(str(tmp_path)))}
+        model, optimizer = after_two_steps(options)
+        step(model, optimizer)  # gradients are reset, and new
+        use(optimizer)
+
+    refused(program, "frees the gradients")
+
+
+def test_a_closure_computes_gradients_anew_where_a_step_has_freed_them(tmp_path):
+    def program():
+        options = {"strategy": mpisgd.Sharded(2, offload=mpisgd.Offload(str(tmp_path)))}
+        model, optimizer = after_two_steps(options)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).sum()
+            loss.backward()
+            return loss
+
+        before = model[0].bias.detach().clone()
+        optimizer.step(closure)
+        assert not torch.equal(model[0].bias, before)
+
+    run_ranks(2, program)
