@@ -186,7 +186,7 @@ class AccumulationWindow:
         self._windows.leave(self)
         self._group, self.owner = group, owner
         self.use(gradients)
-        self.steps = self.num_reductions = 0
+        self.steps = 0  # the reductions go on: windows that rely on this one have counted them
         self._begin_window()
         self._windows = windows_of(group)
         self._windows.join(self, group)

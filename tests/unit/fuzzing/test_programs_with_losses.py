@@ -225,3 +225,14 @@ def test_a_divided_optimizer_with_a_group_of_its_own_is_rebuilt_by_a_callback(gr
     settings = (("lr", 0.5), ("momentum", 0.5))
     events = (*STEP, Commit(), *STEP, Lose((1,)), *STEP)
     assert run(program(*events, group=group, settings=settings, strategy="mpisgd.Sharded()")) == "ok"
+
+
+# Seed 73007348. A window relied on another one whose reductions were counted from 0 again, on ranks that had
+# seen the end of its last one before the loss and on those that had not.
+
+
+def test_two_optimizers_of_one_parameter_go_on_after_a_loss_in_their_reduction():
+    sgd = Optimizer("SGD", (("lr", 0.25),), (0,))
+    events = (Backward((7,), skipped=(0,)), Lose((1,)), Step())
+    each = Program(73007348, 3, 0, False, (Layer(shape=(1,)),), (sgd, sgd), events)
+    assert run(each) in ("ok", "refused")
