@@ -266,11 +266,14 @@ class ToOwners:
             self.where = self.where.to(GradientPlace.USED)
 
     def check_there(self) -> None:
-        """Raise where what the reduced gradients were is used up.
+        """Raise where what the reduced gradients were is used up, or is with the pieces of another optimizer.
 
         Raises:
-            InvalidArgument: on every rank.
+            InvalidArgument: on every rank, whatever it owns.
         """
+        for param, sharded in zip(self._launcher.params, self._sharded, strict=True):
+            if isinstance(param.grad, ShardedGradient) and param.grad is not sharded:
+                raise InvalidArgument(param.grad.why)
         if self.where is GradientPlace.USED and self.stands_in():
             raise InvalidArgument(
                 "DistributedOptimizer: with Offload a step frees the gradients that it has used. Compute new "

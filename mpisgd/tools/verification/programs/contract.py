@@ -308,6 +308,8 @@ def _after_set(walk: _Walk, event: Event) -> str:
                 return "gradients are each rank's own"
             if not walk.window.is_reduced and (walk.window.passes or walk.window.has_skips):
                 return "gradients that are not reduced are set"
+            if walk.program.exact and _trains_locally(walk.program) and _is_rounded_once_set(walk.program):
+                return "the mean of what it comes to on ranks that train by themselves is rounded"
             walk.is_set, walk.awaits_closure = True, not walk.window.is_reduced
         case ZeroGrad() | Reload() | FailedBackward():
             walk.is_set = walk.awaits_closure = False
@@ -320,6 +322,10 @@ def _after_set(walk: _Walk, event: Event) -> str:
         case Backward() if walk.is_set:
             return "something is added to a gradient of the program"
     return ""
+
+
+def _is_rounded_once_set(program: Program) -> bool:
+    return any(isinstance(event, Clip | Join) for event in program.events)
 
 
 def _after_scaled(walk: _Walk, event: Event) -> str:
