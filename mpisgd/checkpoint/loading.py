@@ -85,10 +85,10 @@ def load(
         path: a checkpoint, or a folder, of which the newest intact one is loaded; see `latest`. Or its URL,
             see `save`.
         rng: also restore the random number generators of each rank, if they were saved. Ranks without a saved
-            state get generators seeded by the saved states and their rank.
+            state get generators that are seeded from the saved states and their rank.
         group: defaults to all processes of the job.
-        scratch: a folder on a disk of each host, for what is larger than memory: what is read lies in a
-            private file there until the objects have taken it over, and is in memory as far as there is room.
+        scratch: a folder on a disk of each host, for a checkpoint that is larger than memory: the data lies
+            in a private file there until the objects have loaded it.
         objects: by the name they were saved under; those left out are not loaded.
 
     Raises:
@@ -98,7 +98,7 @@ def load(
         CheckpointDamaged: the file is damaged. Nothing was loaded.
         CheckpointMismatch: names, parameters or shapes are not those of the objects. Nothing was loaded.
 
-    Cost: one broadcast of the bytes that are loaded, which are in memory twice for a moment.
+    Cost: one broadcast of the loaded bytes, which are in memory twice during the load.
     """
     path = as_location("checkpoint.load", "path", path)
     check_flag("checkpoint.load", "rng", rng)

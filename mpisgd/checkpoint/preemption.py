@@ -30,7 +30,7 @@ class Preemption:
     """Whether a rank of the job has received a preemption signal; made by `on_preemption`.
 
     Attributes:
-        told: whether this rank has received it; others may differ.
+        told: whether this rank has received the signal; it may differ between ranks.
     """
 
     def __init__(self, signals: Sequence[signal.Signals], group: Group | None) -> None:

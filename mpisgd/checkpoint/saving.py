@@ -46,20 +46,20 @@ def save(
 ) -> Path | str:
     """Write a checkpoint; when this returns, it is complete and on the disk.
 
-    Collective: all ranks of `group` call it with the same step and the same names. The state is that of the
-    first rank, which alone accesses the folder; the random number generators are those of every rank, and so
-    is what a `DistributedOptimizer` has on each rank alone: residuals of compressors, and the parameters and
-    the optimizer's state where the ranks' models differ.
+    Collective: all ranks of `group` call it with the same step and the same names. The state of the first
+    rank is saved, and only this rank accesses the folder. Two kinds of state are saved for every rank: the
+    random number generators, and what differs between the ranks of a `DistributedOptimizer`: residuals of
+    compressors, and parameters and optimizer state if the ranks' models differ.
 
     Args:
-        folder: made if need be; the file in it is `step-00000300.safetensors`. A URL, such as
-            "s3://bucket/runs/a", is written to by fsspec's file system of its protocol, which the first rank
-            must be able to use; a file there appears at once, too.
-        step: its number; the largest is the newest. A file of the same step is replaced.
+        folder: created if it does not exist; the file in it is `step-00000300.safetensors`. A URL, such as
+            "s3://bucket/runs/a", is written by fsspec; the first rank must have access. There, too, the file
+            appears only when it is complete.
+        step: the number of the checkpoint; the largest is the newest. A file of the same step is replaced.
         keep_last: how many checkpoints up to this step to keep; older ones are removed after the write.
         rng: also save the random number generators (torch, numpy, Python) of each rank.
-        mode: permissions of a file in a folder, such as 0o600; by default those of the file that is replaced,
-            or what the umask leaves.
+        mode: permissions of the file, such as 0o600; by default those of the file that is replaced, or those
+            that the umask allows.
         group: defaults to all processes of the job.
         state: by name, objects that have `state_dict()` and `load_state_dict()`, or plain data: numbers,
             strings, None, tensors, arrays, and lists, tuples, sets and dicts of them.
@@ -73,8 +73,8 @@ def save(
             disk is full. On every rank; older checkpoints are unchanged.
         CollectiveMismatch: ranks have different steps, names, or tensors of other names, shapes or dtypes.
 
-    Cost: one checksum of the state (several GB/s) and one write to the disk. What differs by rank comes to
-        the first one, which has that of all ranks in memory until it is written.
+    Cost: one checksum of the state (several GB/s) and one write to the disk. State that differs by rank is
+        sent to the first rank, which has that of all ranks in memory until it is written.
     """
     group = group_or_world(group)
     check_flag(KIND, "rng", rng)

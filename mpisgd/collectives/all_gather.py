@@ -33,14 +33,15 @@ __all__ = [
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Group | None = None, async_op: bool = False
 ) -> Work | None:
-    """Copy the tensor of the r-th rank into everyone's `tensor_list[r]`.
+    """Copy the tensor of the r-th rank into `tensor_list[r]` of every rank.
 
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        tensor_list: `group.size` tensors of the dtype of `tensor`, the r-th of the size of the r-th rank's;
-            overwritten. Sizes may differ, alike on all ranks.
-        tensor: same dtype on every rank, and the shape or the size that all lists have for it; unchanged.
+        tensor_list: `group.size` tensors of the dtype of `tensor`, the r-th of the size of the r-th rank's
+            tensor; overwritten. Sizes may differ within the list, but all ranks must give the same list of
+            sizes.
+        tensor: same dtype on every rank, and the size that all lists have for this rank; unchanged.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave all tensors alone until its `wait()`.
 
@@ -50,8 +51,8 @@ def all_gather(
             use drop_last=True.
 
     Cost: on one host, through shared memory without any scratch; else MPI_Allgather and `group.size *
-        tensor.numel()` elements of scratch memory. Of unequal sizes each rank sends its tensor to each other;
-        on GPUs, by NCCL, each is broadcast.
+        tensor.numel()` elements of scratch memory. With unequal sizes each rank sends its tensor to each
+        other one; by NCCL each tensor is broadcast.
     """
     group = group_or_world(group)
     check_tensor("all_gather", tensor)
@@ -117,13 +118,13 @@ def _list_in_steps(call: Call, transport: HostTransport) -> Steps:
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group | None = None, async_op: bool = False
 ) -> Work | None:
-    """Put everyone's `input_tensor` into everyone's `output_tensor`, in rank order.
+    """Gather `input_tensor` of all ranks in rank order into `output_tensor` of every rank.
 
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        output_tensor: `group.size` times the elements of `input_tensor`, same dtype: concatenated or
-            stacked, the memory is the same; overwritten.
+        output_tensor: `group.size` times the elements of `input_tensor`, same dtype; the shape may be that of
+            the concatenated or of the stacked tensors; overwritten.
         input_tensor: same shape and dtype on every rank; unchanged. It may be this rank's slice of
             `output_tensor` (then nothing is copied), or overlap it in any other way (then it is copied).
         group: defaults to all processes of the job.

@@ -67,21 +67,20 @@ def all_reduce(
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        tensor: any dense tensor, of the CPU or a GPU, of the same shape and dtype on every rank; overwritten.
+        tensor: any dense tensor on the CPU or a GPU, of the same shape and dtype on every rank; overwritten.
         op: elementwise combination, or its name ("avg"); AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
         algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `direct` (in each
             other's memory, the same), `hierarchical` (shared memory on each of several hosts, messages
-            between them), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. None of
-            them fails because of the job's shape: between several hosts `node` and `direct` are
-            `hierarchical`, on one host that is `node`, and on one rank each leaves the tensor as it is.
-            What the ranks cannot have falls back with one warning: `direct` to `node`, and all three to
-            `auto` where there is no shared memory. float16 and bfloat16 are summed in float32 by all
-            algorithms and rounded once; `node`, `direct` and `all_to_all` move 16-bit floats,
-            `hierarchical` float32 in the reduction between hosts and 16-bit floats afterwards, the others
-            float32. For tensors on a GPU `auto` is NCCL where there is one; any other algorithm goes
-            through host memory.
+            between them), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. Every name
+            works for every job: between several hosts `node` and `direct` become `hierarchical`, on one host
+            `hierarchical` becomes `node`, and on one rank the tensor stays as it is. An algorithm that is not
+            available falls back with one warning: `direct` to `node`, and these three to `auto` if there is
+            no shared memory. float16 and bfloat16 are summed in float32 by all algorithms and rounded once;
+            `node`, `direct` and `all_to_all` move 16-bit floats, `hierarchical` float32 in the reduction
+            between hosts and 16-bit floats afterwards, the others float32. For tensors on a GPU `auto` is
+            NCCL where there is one; any other algorithm goes through host memory.
 
     Raises:
         UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.

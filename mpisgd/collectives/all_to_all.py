@@ -70,7 +70,7 @@ def all_to_all_single(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Cut `input` along dimension 0, hand piece r to the r-th rank, and join what comes in rank order.
+    """Send piece r of `input`, cut along dimension 0, to rank r; join the received pieces in rank order.
 
     Collective: all ranks of `group` call it in the same order.
 

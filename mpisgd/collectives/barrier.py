@@ -16,12 +16,12 @@ NAME = "barrier"
 def barrier(
     group: Group | None = None, async_op: bool = False, *, timeout_s: float | None = None
 ) -> Work | None:
-    """Return once every rank of the group has called it. The agreement on it is the barrier itself.
+    """Wait until every rank of the group has called it.
 
     Args:
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`.
-        timeout_s: how long to wait for the others, instead of the group's limit.
+        timeout_s: how long to wait for the others, instead of the group's timeout.
 
     Raises:
         CollectiveTimeout: names the ranks that did not come; the group cannot be used again.

@@ -19,7 +19,7 @@ __all__ = ["BROADCAST", "broadcast"]
 
 
 def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bool = False) -> Work | None:
-    """Copy the tensor of rank `src` into everyone's.
+    """Copy the tensor of rank `src` to all ranks.
 
     Collective: all ranks of `group` call it in the same order.
 
@@ -33,8 +33,8 @@ def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bo
         UnsupportedTensor, InvalidRank: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
 
-    Cost: on one host, where that is quicker (`tune`), root copies it into shared memory in chunks, from where
-        all others copy it; else MPI_Bcast.
+    Cost: on one host, `src` copies it in chunks into shared memory, and the others copy it from there, if
+        that is faster (`tune`); else MPI_Bcast.
     """
     group = group_or_world(group)
     check_output("broadcast", tensor)

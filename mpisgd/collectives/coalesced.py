@@ -31,14 +31,14 @@ def all_reduce_coalesced(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine each of `tensors` over the group, in place; small ones of one dtype travel as one message.
+    """Combine each of `tensors` over the group, in place; small ones of one dtype are sent as one message.
 
     Collective: all ranks of `group` call it in the same order, with the same shapes and dtypes.
 
     Args:
-        tensors: dense tensors of one device, dtypes may be mixed; overwritten. None at all on any rank, as of
-            a model without parameters, is nothing to send.
-        op: see `all_reduce`; every dtype must have it.
+        tensors: dense tensors on one device, dtypes may be mixed; overwritten. The list may be empty, on all
+            ranks, as for a model without parameters.
+        op: see `all_reduce`; it must be defined for every dtype.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensors alone until its `wait()`.
 
@@ -61,12 +61,12 @@ def all_reduce_coalesced(
 def broadcast_coalesced(
     tensors: Sequence[Tensor], src: int, group: Group | None = None, async_op: bool = False
 ) -> Work | None:
-    """Copy each of the tensors of rank `src` into everyone's; small ones of one dtype travel as one message.
+    """Copy the tensors of rank `src` to all ranks; small ones of one dtype are sent as one message.
 
     Collective: all ranks of `group` call it in the same order, with the same shapes and dtypes.
 
     Args:
-        tensors: dense tensors of one device, dtypes may be mixed; overwritten except on `src`.
+        tensors: dense tensors on one device, dtypes may be mixed; overwritten except on `src`.
         src: global rank of the one that has the values.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensors alone until its `wait()`.
@@ -94,7 +94,7 @@ def all_gather_into_tensor_coalesced(
 ) -> Work | None:
     """Do `all_gather_into_tensor` for each pair of an output and an input; see there.
 
-    No pairs at all, as of a model without parameters, are nothing to send; all ranks must have none.
+    The lists may be empty, on all ranks, as for a model without parameters.
     """
     group = group_or_world(group)
     name = "all_gather_into_tensor_coalesced"
@@ -114,7 +114,7 @@ def reduce_scatter_tensor_coalesced(
 ) -> Work | None:
     """Do `reduce_scatter_tensor` for each pair of an output and an input; see there.
 
-    No pairs at all are nothing to send; all ranks must have none.
+    The lists may be empty, on all ranks.
     """
     group = group_or_world(group)
     name = "reduce_scatter_tensor_coalesced"

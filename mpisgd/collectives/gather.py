@@ -85,7 +85,7 @@ def scatter(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Copy `scatter_list[r]` of rank `src` into the tensor of the r-th rank.
+    """Copy `scatter_list[r]` of rank `src` into `tensor` of the r-th rank.
 
     Collective: all ranks of `group` call it in the same order.
 

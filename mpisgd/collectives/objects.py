@@ -54,7 +54,7 @@ def broadcast_object(obj: Any = None, src: int = 0, group: Group | None = None) 
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = None) -> None:
-    """Put the object of the r-th rank into everyone's `object_list[r]`.
+    """Put the object of the r-th rank into `object_list[r]` of every rank.
 
     Collective: all ranks of `group` call it in the same order.
 

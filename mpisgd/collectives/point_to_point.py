@@ -21,8 +21,8 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
     """Start sending `tensor` to rank `dst`.
 
     Args:
-        tensor: any dense tensor; leave it alone until the work's `wait()`. One on a GPU goes by NCCL to
-            another GPU, unless the group's collectives go through host memory, as it then does itself.
+        tensor: any dense tensor; do not change it until the work's `wait()` has returned. A tensor on a GPU
+            is sent to another GPU by NCCL, unless the group's collectives go through host memory.
         dst: global rank of the receiver.
         group: defaults to all processes of the job; sender and receiver name the same group.
         tag: messages of equal tag between two ranks arrive in order.
@@ -50,15 +50,15 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     """Start receiving into `tensor` from rank `src`.
 
     Args:
-        tensor: of the size that is sent; leave it alone until the work's `wait()`.
+        tensor: of the size that is sent; do not use it until the work's `wait()` has returned.
         src: global rank of the sender; None takes a message from any rank, see the work's `source`.
         group: defaults to all processes of the job; sender and receiver name the same group.
         tag: only a message of this tag is taken.
 
     Raises:
         UnsupportedTensor, InvalidRank, InvalidArgument: at once.
-        ShapeMismatch: from `wait()`, when the message has another size; the tensor is then undefined. By
-            NCCL nothing is sent then, and the sender's `wait()` raises it, too.
+        ShapeMismatch: from `wait()`, if the message has another size; the content of the tensor is then
+            undefined. By NCCL nothing is sent in this case, and the sender's `wait()` raises the error, too.
     """
     group = group_or_world(group)
     _check_everyone_has_data("irecv", group)
@@ -103,7 +103,7 @@ def _guard(tensor: Tensor, group: Group) -> StreamGuard | None:
 
 
 def send(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> None:
-    """Send `tensor` to rank `dst`, and return when it may be changed again; see `isend`."""
+    """Send `tensor` to rank `dst`; it may be changed when this returns. See `isend`."""
     _refuse_self("send", "dst", dst, group)
     isend(tensor, dst, group, tag).wait()
 

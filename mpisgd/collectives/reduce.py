@@ -26,7 +26,7 @@ def reduce(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine `tensor` over the group into the one of rank `dst`; the others keep theirs.
+    """Combine `tensor` over the group into that of rank `dst`; on the other ranks it is unchanged.
 
     Collective: all ranks of `group` call it in the same order.
 

@@ -29,7 +29,7 @@ def reduce_scatter(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine everyone's `input_list[r]` into the `output` of the r-th rank.
+    """Combine `input_list[r]` of all ranks into `output` of the r-th rank.
 
     Collective: all ranks of `group` call it in the same order.
 

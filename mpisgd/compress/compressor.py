@@ -37,13 +37,13 @@ __all__ = [
 
 
 class BucketLayout(NamedTuple):
-    """What lies in a bucket that a compressor changes: parameters side by side, without padding.
+    """The parameters of a bucket, which lie side by side without padding.
 
     Attributes:
-        shapes: of the parameters, in the order in which they lie there; the dimensions of each are in the
-            order of memory, so that a matrix which lies transposed is the transposed one.
-        dtype: of all of them.
-        device: of all of them.
+        shapes: the shapes of the parameters, in their order in the bucket. The dimensions of each are in the
+            order of memory: a matrix whose memory is transposed has the transposed shape.
+        dtype: dtype of all parameters.
+        device: device of all parameters.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -57,16 +57,16 @@ class BucketLayout(NamedTuple):
 
 
 class BucketReducer(abc.ABC):
-    """Combines one bucket over the ranks of a group, again in every step.
+    """Combines one bucket of gradients over the ranks of a group, in every step.
 
     Attributes:
         state: what it keeps from step to step, a dataclass whose fields are marked as `alike` or `own` by
-            `mpisgd.method_state`; None: nothing. What becomes of a field when buckets regroup follows from
-            its value: a tensor [layout.numel] is cut by parameter and joined again; a list with an entry for
-            each of the layout's shapes is divided by parameter, None where there was none; a number, text or
-            tuple is for all parameters; anything else goes to a bucket of the same parameters only. A field
-            is None before the first step, and where a bucket has parameters that were in none.
-        leads_alone: whether what is alike is so on some ranks alone, the others having none of it.
+            `mpisgd.method_state`; None: nothing. If the parameters are grouped into other buckets, the value
+            of a field decides what becomes of it: a tensor [layout.numel] is cut by parameter and joined
+            again; a list with an entry for each of the layout's shapes is divided by parameter; a number,
+            text or tuple is copied to all buckets; any other value is kept only for a bucket of the same
+            parameters. A field is None before the first step, and in a bucket with new parameters.
+        leads_alone: whether only some ranks have the fields that are marked as `alike`.
     """
 
     state: Any = None
@@ -74,13 +74,13 @@ class BucketReducer(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
-        """Replace what this rank has by the combination of what all ranks have, as far as the wire lets it.
+        """Replace this rank's bucket by the combination of those of all ranks, with compression.
 
-        Called by all ranks of `group` in the same order, in the turn of the group's queue: blocking
-        collectives that it calls on `group` run at once.
+        Called by all ranks of `group` in the same order, from the group's queue: blocking collectives that it
+        calls on `group` run at once.
 
         Args:
-            bucket: [layout.numel], contiguous, of the layout that the reducer was made for; overwritten.
+            bucket: [layout.numel], contiguous, in the layout for which the reducer was made; overwritten.
             group: the ranks, at least two.
             op: AVG or SUM.
         """
@@ -89,32 +89,32 @@ class BucketReducer(abc.ABC):
     def bytes_on_the_wire(self, size: int) -> int:
         """Return how many bytes each of `size` ranks sends in one `reduce`.
 
-        Where that depends on the data or the step: in the last one, if there was any.
+        If that depends on the data or on the step: in the last step, if there was one.
         """
 
     def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the memory of what is kept of some elements of the bucket elsewhere than by its layout.
+        """Return kept tensors for some elements of the bucket that are not found by the shapes in `state`.
 
-        Where no rank has a gradient of a parameter, what is kept of it stays as it was. In `state` that is
-        found by its shape; a rank that owns a part of the elements says here where they are.
+        If no rank has a gradient of a parameter, what is kept of it must not change. Such values in `state`
+        are found by their shape; a rank that owns a part of the elements returns here where they are.
 
         Args:
-            start: of the elements in the bucket.
-            stop: the same.
+            start: first of these elements in the bucket.
+            stop: the one after the last.
         """
         return {}
 
     def reset(self) -> None:
-        """Begin anew, as before the first step."""
+        """Reset the state to that before the first step."""
         restart(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps for the next step, by field of `state`, without what is None."""
+        """Return what this rank keeps for the next step: the fields of `state` that are not None."""
         pieces = pieces_of(self.state)
         return {k: v for k, v in {**pieces.own, **pieces.alike}.items() if v is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned; what is not there begins anew."""
+        """Load what `state_dict()` has returned; missing fields are reset."""
         restart(self.state)
         for name in names_of(self.state) & set(state):
             setattr(self.state, name, state[name])
@@ -197,19 +197,19 @@ class Contraction(Protocol):
 
 @dataclass(frozen=True)
 class Compressor(abc.ABC):
-    """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on.
+    """How buckets of gradients are sent. A subclass is a frozen dataclass with the same fields on all ranks.
 
-    Further abilities are offered as roles: `Casting`, `Contraction` or `Choosing`.
+    Subclasses with further abilities derive from `Casting`, `Contraction` or `Choosing`.
     """
 
     @classmethod
     def examples(cls) -> Sequence["Compressor"]:
-        """Return the instances that the fuzzer, `verify` and the documentation try; the plainest first."""
+        """Return the instances that the fuzzer, `verify` and the documentation use; the simplest first."""
         return (cls(),)
 
     @property
     def short_name(self) -> str:
-        """The compressor as a program would write it: without what is as by default."""
+        """The compressor as a program would write it, without default arguments."""
         return call_text(self, lambda each: each.short_name if isinstance(each, Compressor) else repr(each))
 
     @cached_property
@@ -218,7 +218,7 @@ class Compressor(abc.ABC):
         return Traits(has_error_feedback=bool(getattr(self, "error_feedback", False)))
 
     def changes(self, dtype: torch.dtype) -> bool:
-        """Return whether buckets of `dtype` travel as something else; others are summed as they are."""
+        """Return whether buckets of `dtype` are compressed; others are summed unchanged."""
         return dtype in self.traits.dtypes
 
     @abc.abstractmethod

@@ -54,18 +54,19 @@ class Group:
     Attributes:
         name: for messages.
         ranks: the members' global ranks; place i holds group rank i.
-        rank: this process within the group, -1 when it is no member.
+        rank: this process's rank within the group, -1 if it is no member.
         size: number of members.
-        job: that it is in; set by `Job.add`.
-        ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
+        job: the job of the group; set by `Job.add`.
+        ordinal: number among the groups of the same ranks, in the order in which they were made; the same on
+            all members.
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
         device: the transport of tensors on a GPU; None before there were any.
-        pg_options: of its NCCL, where they are not the job's.
-        streams: of its own, on GPUs.
-        known_calls: what collectives have found out about calls that come again and again.
+        pg_options: options of its NCCL communicator, if they are not the job's.
+        streams: its own streams on GPUs.
+        known_calls: cached results of checks of calls that are repeated.
         checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
             it; see `mpisgd.collectives.staging_check`.
-        num_owners: how many there were of each kind of what operations belong to; see `mpisgd.core.owner`.
+        num_owners: number of owners of operations so far, by kind; see `mpisgd.core.owner`.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class Group:
 
     @property
     def known_topology(self) -> Topology:
-        """The same, also of a group that was closed or abandoned."""
+        """The topology, also of a group that was closed or abandoned."""
         assert self._resources is not None
         return self._resources.topology
 
     @property
     def transports(self) -> tuple[HostTransport, ...]:
-        """What moves tensors in host memory besides MPI, the preferred one first; on all ranks alike."""
+        """The transports for host memory besides MPI, the preferred one first; the same on all ranks."""
         return self.resources.transports
 
     @property
@@ -141,17 +142,19 @@ class Group:
 
     @property
     def host_memory(self) -> HostMemory | None:
-        """The memory that the members on this host see; None where this one is alone, or may not share it."""
+        """The memory shared by the members on this host; None if there is no other member, or no shared
+        memory.
+        """
         return next((found.memory for found in self.transports if found.memory is not None), None)
 
     @property
     def shared_memory(self) -> HostMemory | None:
-        """The memory that all members see, which are on one host; None on all of them where there is none."""
+        """The memory shared by all members, if they are on one host; else None on all of them."""
         return None if self.spans_hosts else self.host_memory
 
     @property
     def resources(self) -> GroupResources:
-        """All of these at once: a small message feels every call."""
+        """All of the above in one call, which saves time for small messages."""
         if self._usable is None:
             raise self._why_unusable()
         return self._usable
@@ -181,7 +184,7 @@ class Group:
             ) from None
 
     def abandon(self, reason: str) -> None:
-        """Give this group up, since a rank of the job was lost. Sends nothing; its threads have ended then.
+        """Give this group up, since a rank of the job was lost. Sends nothing, and ends its threads.
 
         All its communicators have been revoked and all waits cancelled, so the threads end at once.
         """
@@ -189,9 +192,9 @@ class Group:
         self._lost, self._usable = reason, None
 
     def leave(self) -> None:
-        """Give this group up, since an operation of it has failed on some member. Sends nothing.
+        """Give this group up, since one of its operations has failed on some member. Sends nothing.
 
-        MPI may be in the middle of something in it, so its communicators and its memory are kept.
+        MPI may still use its communicators and its memory, so they are kept.
         """
         self.queue.consistency.leave()
         self._abandon(NotInitialized(f"group '{self.name}' was destroyed"))

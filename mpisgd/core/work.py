@@ -50,9 +50,10 @@ class Work(abc.ABC):
         """Return a future that holds the operation's tensors once it is done, or its error."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, once: when the operation is over and nobody has returned from `wait()` yet.
+        """Call `callback` once, when the operation is over and before any `wait()` returns.
 
-        At once, where it is over already or nothing in this process says when it is. One callback at most.
+        It is called at once if the operation is over already, or if this process does not learn when it is.
+        At most one callback.
         """
         callback()
 

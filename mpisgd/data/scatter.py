@@ -162,8 +162,8 @@ def scatter_dataset(
 
     Raises:
         InvalidRank: found locally, before anything is sent; so is an invalid `shuffle` or `seed`.
-        InvalidArgument: on every rank: `src` has no data set, one without a length or with tensors that
-            cannot be sent, or cannot read or pickle an item.
+        InvalidArgument: on every rank: `src` has no data set, a data set without a length or with tensors
+            that cannot be sent, or an item that cannot be read or pickled.
 
     Cost: every item is sent once. Beside the data and its own shard, `src` needs memory for one round: a
     few times 32 MiB (more if a single row per rank is larger), or 64 pickled items per rank.

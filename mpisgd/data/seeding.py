@@ -16,16 +16,16 @@ __all__ = ["seed"]
 def seed(value: int, *, same: bool = False) -> int:
     """Seed Python's `random`, numpy and torch (all devices) on this rank; return the seed that torch got.
 
-    Ranks draw other numbers than each other, for dropout and augmentation; workers of a DataLoader, which
-    take theirs from torch's, differ by rank, too. With `same=True` all ranks draw the same numbers, as for a
-    model that each rank makes by itself.
+    Each rank draws different numbers, as dropout and augmentation need it. Workers of a DataLoader, whose
+    seeds torch derives from its own, differ by rank, too. With `same=True` all ranks draw the same numbers,
+    for example for a model that each rank makes by itself.
 
     Args:
         value: 0 or more; the same on all ranks.
         same: whether all ranks get the same seed.
 
     Raises:
-        InvalidArgument: `value` is no such number.
+        InvalidArgument: `value` is not an integer of 0 or more.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidArgument(f"seed: value={shown(value)}; expected an integer, 0 or more")

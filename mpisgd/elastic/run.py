@@ -27,7 +27,7 @@ __all__ = ["run"]
 def run(
     func: Function | None = None, *, min_ranks: int = 1, max_ranks: int | None = None, regrow: bool = False
 ) -> Any:
-    """Let `func(state, ...)` survive the loss of ranks: the others call it again, from the last commit.
+    """Make `func(state, ...)` survive lost ranks: the others call it again, from the last commit.
 
     A decorator; `mpisgd.elastic` has an example. Needs a fault-tolerant MPI: `mpirun --with-ft ulfm` of Open
     MPI 5. With any other, rank 0 warns and a lost rank ends the job; `python -m mpisgd run --restarts` starts

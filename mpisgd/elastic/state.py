@@ -33,7 +33,7 @@ def _commit(handler: StateHandler, old: _Committed | None) -> _Committed:
 
 
 class State:
-    """Values that are committed, restored and synchronized together.
+    """Values that are committed and restored together.
 
     Every argument becomes an attribute, which may be assigned and changed at will:
 
@@ -132,7 +132,7 @@ class State:
         If a rank was lost before all had finished the first commit, the state begins again.
 
         Args:
-            joiners: whether there are new ranks, without a commit; they get rank 0's values.
+            joiners: whether there are new ranks, which have no commit; they get rank 0's values.
         """
         number = self._latest_common()
         if self._commits and number:

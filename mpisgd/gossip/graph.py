@@ -24,11 +24,11 @@ __all__ = ["Exchange", "Graph"]
 
 
 class Exchange(NamedTuple):
-    """What one rank does in one step: x <- the sum of weight * x of the rank, over `terms`.
+    """What one rank does in one step: x <- sum of weight * x_rank over the pairs (rank, weight) of `terms`.
 
     Attributes:
         destinations: the ranks that it sends to, ascending.
-        terms: (rank, weight) of what it adds up, ascending; its own is one of them unless its weight is 0.
+        terms: (rank, weight) pairs, ascending; this rank is one of them unless its weight is 0.
     """
 
     destinations: tuple[int, ...]
@@ -41,10 +41,10 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph(abc.ABC):
-    """Which ranks exchange with which. A subclass is a frozen dataclass, whose fields all ranks agree on.
+    """Which ranks exchange with which. A subclass is a frozen dataclass with the same fields on all ranks.
 
-    Weights are those of Metropolis and Hastings, which make the matrix doubly stochastic where the graph is
-    undirected, or where all ranks have the same number of neighbours.
+    Weights are Metropolis-Hastings weights. They make the mixing matrix doubly stochastic if the graph is
+    undirected, or if all ranks have the same number of neighbours.
     """
 
     @abc.abstractmethod
@@ -52,11 +52,13 @@ class Graph(abc.ABC):
         """Return, for each of `size` ranks, the other ranks that it sends to in this step."""
 
     def distances(self, size: int, step: int) -> Sequence[int] | None:
-        """Return how far on the ranks are that each one sends to, where it is the same for all; else None."""
+        """Return the distances to the ranks that a rank sends to, if they are the same for all ranks; else
+        None.
+        """
         return None
 
     def degrees(self, size: int, step: int) -> tuple[float, int]:
-        """Return to how many others a rank sends in this step: on average, and at the most."""
+        """Return the number of ranks that a rank sends to in this step: the mean and the maximum."""
         distances = self.distances(size, step)
         if distances is not None:
             return len(distances), len(distances)
@@ -64,14 +66,14 @@ class Graph(abc.ABC):
         return sum(degrees) / size, max(degrees)
 
     def check(self, size: int) -> None:  # noqa: B027  # most graphs have any number
-        """Raise where there is no such graph of so many ranks.
+        """Raise if there is no such graph of this many ranks.
 
         Raises:
             InvalidArgument: says why.
         """
 
     def num_phases(self, size: int) -> int | None:
-        """Return after how many steps the same exchanges come again; None: never."""
+        """Return the number of steps after which the exchanges repeat; None: never."""
         return 1
 
     def rows(self, size: int, step: int = 0) -> Rows:
@@ -90,7 +92,8 @@ class Graph(abc.ABC):
     def spectral_gap(self, size: int) -> float:
         """Return 1 - |second largest eigenvalue|: in each step the ranks' differences shrink by that share.
 
-        Where steps differ it is that of the product of all phases, per step. 1: the mean after one period.
+        If steps differ, it is that of the product of all phases, per step. 1: all ranks have the mean after
+        one period.
         """
         phases = self.num_phases(size) or 1
         product = torch.eye(size, dtype=torch.float64)
@@ -99,15 +102,16 @@ class Graph(abc.ABC):
         return float(1.0 - second_eigenvalue(product) ** (1.0 / phases))
 
     def check_mixing(self, name: str, size: int, *, doubly: bool) -> None:
-        """Raise where ranks would not come to the mean; looks at every phase.
+        """Raise if the ranks would not converge to their mean; checks every phase.
 
         Args:
-            name: of what asks, for messages.
+            name: name of the caller, for messages.
             size: number of ranks.
             doubly: whether rows must sum to 1, too.
 
         Raises:
-            InvalidArgument: a matrix does not keep the sum over the ranks, or not all ranks ever hear of all.
+            InvalidArgument: a matrix does not keep the sum over the ranks, or information does not spread
+                from every rank to every other.
         """
         self.check(size)
         phases = self.num_phases(size)

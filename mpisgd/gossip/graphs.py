@@ -89,7 +89,7 @@ class Hypercube(Graph):
     """Ranks whose numbers differ in one bit exchange; a power of two of them. Gap 2 / (1 + log2(size))."""
 
     def check(self, size: int) -> None:
-        """Raise where the number of ranks is no power of two."""
+        """Raise if the number of ranks is not a power of two."""
         if size & (size - 1):
             raise InvalidArgument(
                 f"topology={self!r}: there are {size} ranks; a hypercube has a power of two of them. "
@@ -118,7 +118,7 @@ class Exponential(_Circulant):
 class OnePeerExponential(_Circulant):
     """In step t rank r sends to r + 2**(t mod log2(size)) only: one message, and a new partner every step.
 
-    Where the number of ranks is a power of two, all have the exact mean after log2(size) steps.
+    If the number of ranks is a power of two, all have the exact mean after log2(size) steps.
 
     Source: Assran and others 2019, "Stochastic gradient push"; Ying and others 2021, as `Exponential`.
     """
@@ -156,10 +156,10 @@ class Complete(Graph):
 
 @dataclass(frozen=True)
 class RandomPairs(Graph):
-    """In every step the ranks form pairs by chance, which average; of an odd number one is left out.
+    """In every step the ranks form random pairs, which average; with an odd number one rank is left out.
 
     Attributes:
-        seed: of the pairs, which all ranks draw alike.
+        seed: seed of the pairs, the same on all ranks.
 
     Source: Boyd and others 2006, "Randomized gossip algorithms".
     """

@@ -21,15 +21,16 @@ MAX_SHOWN = 4  # ranks of which a message shows all weights
 
 @dataclass(frozen=True, repr=False)
 class MixingMatrix(Graph):
-    """A mixing matrix of the user's, for as many ranks as it has rows.
+    """A mixing matrix given by the user, for as many ranks as it has rows.
 
     Attributes:
-        weights: [size][size]; `weights[i][j]` is what the tensor of rank j counts in that of rank i, and
-            where it is not 0, j sends to i. A tensor, an array or nested lists; kept as nested tuples.
-            Columns that sum to 1 keep the sum over the ranks, rows that do keep what is equal everywhere.
+        weights: [size][size]; `weights[i][j]` is the weight of rank j's tensor in the sum of rank i; if it is
+            not 0, j sends to i. A tensor, an array or nested lists; kept as nested tuples. If columns sum to
+            1, the sum over the ranks is kept; if rows sum to 1, values that are equal on all ranks stay as
+            they are.
 
     Raises:
-        InvalidArgument: it is not square, has a weight that is negative or no number, or neither its columns
+        InvalidArgument: the matrix is not square, has a negative or non-finite weight, or neither its columns
             nor its rows sum to 1.
     """
 
@@ -50,7 +51,7 @@ class MixingMatrix(Graph):
         return _text(self.weights)
 
     def check(self, size: int) -> None:
-        """Raise where there are not as many ranks as rows."""
+        """Raise if the number of ranks is not that of the rows."""
         if size != len(self.weights):
             raise InvalidArgument(f"topology={self!r} is for {len(self.weights)} ranks; there are {size}")
 

@@ -84,7 +84,7 @@ def neighbor_all_reduce(
     *,
     step: int = 0,
 ) -> Work | None:
-    """Replace `tensor` by the weighted sum of what this rank and its neighbours have; only these exchange it.
+    """Replace `tensor` by the weighted sum over this rank and its neighbours in a graph.
 
     Collective: all ranks of `group` call it in the same order. On rank i
 
@@ -98,14 +98,14 @@ def neighbor_all_reduce(
             columns sum to 1. Its ranks are those of the group.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
-        step: of a topology that changes from step to step; the same on all ranks.
+        step: the step of a topology that changes from step to step; the same on all ranks.
 
     Raises:
         UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank, `tensor` is unchanged.
 
-    Cost: sends the tensor to each neighbour, once, and keeps what comes from all of them until it is added
-        up. On one host it goes through shared memory. The consistency check, of 16 bytes, is among all ranks.
+    Cost: sends the tensor once to each neighbour, and keeps what it receives until it is added up. On one
+        host it goes through shared memory. The consistency check of 16 bytes is among all ranks.
     """
     name, members = "neighbor_all_reduce", group_or_world(group)
     check_output(name, tensor)
@@ -123,15 +123,15 @@ def neighbor_all_reduce_coalesced(
     *,
     step: int = 0,
 ) -> Work | None:
-    """Do `neighbor_all_reduce` for each of `tensors`; small ones of one dtype travel as one message.
+    """Do `neighbor_all_reduce` for each of `tensors`; small ones of one dtype are sent as one message.
 
     Args:
-        tensors: dense tensors of one device, dtypes may be mixed; overwritten. None at all on any rank, as of
-            a model without parameters, is nothing to send.
-        topology: see `neighbor_all_reduce`, as for everything else.
+        tensors: dense tensors on one device, dtypes may be mixed; overwritten. The list may be empty, on all
+            ranks, as for a model without parameters.
+        topology: see `neighbor_all_reduce`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensors alone until its `wait()`.
-        step: of a topology that changes from step to step; the same on all ranks.
+        step: the step of a topology that changes from step to step; the same on all ranks.
     """
     name, members = "neighbor_all_reduce_coalesced", group_or_world(group)
     checked = check_tensors(name, tensors, "tensors", output=True)

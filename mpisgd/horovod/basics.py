@@ -45,14 +45,15 @@ __all__ = [
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Start MPI and Horovod's operations, unless they run. Collective over the job.
+    """Start MPI and Horovod's operations, unless they run already. Collective over the job.
 
     Args:
         comm: an mpi4py communicator of the ranks that take part; default all that mpirun started.
-        process_sets: to be made at once. More can be made at any time, so "dynamic" changes nothing.
+        process_sets: process sets to add. Others can be added at any time, so "dynamic" has no effect.
 
     Raises:
-        ValueError: two process sets of the same ranks, or `comm` is a list with something else in it.
+        ValueError: two process sets of the same ranks, or a `comm` that is a list of other objects than
+            ranks.
     """
     if isinstance(comm, list | tuple):
         ranks = as_ranks("init", "comm", comm)
@@ -78,7 +79,7 @@ def _comm_of(ranks: tuple[int, ...]) -> Any:
 
 
 def shutdown() -> None:
-    """Let what was submitted run, and return when all ranks have called it. `init()` may be called again."""
+    """Finish submitted operations, and wait for all ranks to call it. `init()` may be called again."""
     state.stop()
 
 
@@ -95,7 +96,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's place among those of its host."""
+    """Return the index of this rank among those of its host."""
     state.engine()
     return rank_info.local_rank()
 
@@ -107,12 +108,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this rank's place among the ranks that have the same local rank on their hosts."""
+    """Return the index of this rank among the ranks with the same local rank."""
     return _cross().index(rank())
 
 
 def cross_size() -> int:
-    """Return how many hosts have a rank of this local rank."""
+    """Return the number of hosts that have a rank with this local rank."""
     return len(_cross())
 
 
@@ -128,13 +129,13 @@ def is_homogeneous() -> bool:
 
 
 def join(device: int = -1) -> int:
-    """Take part in the others' operations, without data, until all ranks have joined.
+    """Take part in the operations of the other ranks, without data, until all ranks have joined.
 
-    For ranks whose data is used up: they give zeros to a sum, and what changes nothing to a minimum, maximum
-    or product. What is no reduction (allgather, alltoall, broadcast, reducescatter) is an error meanwhile.
+    For ranks that have no more data: they contribute the neutral element of each reduction. Other operations
+    (allgather, alltoall, broadcast, reducescatter) raise an error while a rank has joined.
 
     Args:
-        device: taken for compatibility.
+        device: not used; for compatibility.
 
     Returns:
         The rank that joined last, the same on all of them.
@@ -149,16 +150,16 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what all ranks do from now on, into one file that is there once the timeline has ended.
+    """Record the operations of all ranks into one file, which is written when the timeline ends.
 
-    On one rank or on several: the first call counts for all. See `mpisgd.start_timeline`.
+    May be called on one rank or on several: the first call applies to all. See `mpisgd.start_timeline`.
 
     Args:
-        file_path: as there.
+        file_path: as for `mpisgd.start_timeline`.
         mark_cycles: whether to note when the ranks negotiate.
 
     Raises:
-        InvalidArgument: a rank cannot write there.
+        InvalidArgument: a rank cannot write the file.
     """
     check_text("start_timeline", "file_path", file_path)
     check_flag("start_timeline", "mark_cycles", mark_cycles)
@@ -166,7 +167,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the timeline on all ranks, and write its file; nothing where none is recorded."""
+    """End the timeline on all ranks, and write its file; do nothing without one."""
     state.engine().perform(Entry(STOP))
 
 
@@ -191,7 +192,7 @@ gloo_built = ddl_built = ccl_built = gloo_enabled
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that torch brings, as one number; 0 without."""
+    """Return the version of torch's NCCL as one number; 0 without NCCL."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]

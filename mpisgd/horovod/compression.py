@@ -23,7 +23,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Travels as it is."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

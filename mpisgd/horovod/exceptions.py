@@ -13,7 +13,7 @@ class HostsUpdatedInterrupt(MpisgdError, RuntimeError):
     """Ranks have come or gone: an elastic program starts over from its last commit.
 
     Args:
-        skip_sync: whether the state of all ranks is known to be alike.
+        skip_sync: whether the state is known to be the same on all ranks.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -22,4 +22,4 @@ class HostsUpdatedInterrupt(MpisgdError, RuntimeError):
 
 
 class HorovodVersionMismatchError(MpisgdError, ImportError):
-    """Parts of an installation do not fit; mpisgd has only one part and never raises it."""
+    """Versions of an installation differ. Only for compatibility: mpisgd never raises it."""

@@ -36,11 +36,11 @@ def broadcast_object(
     """Return the root's object on every member of a process set.
 
     Args:
-        obj: anything that pickles; looked at on the root only.
-        root_rank: rank of the job.
-        name: under which the members' calls find each other; the default is the same for all objects, whose
-            type may differ by rank.
-        process_set: who takes part.
+        obj: an object that can be pickled; used on the root only.
+        root_rank: a rank of the job.
+        name: identifies the operation on all members; the default is the same for all types of objects, which
+            may differ by rank.
+        process_set: the ranks that take part.
     """
     check_name("broadcast_object", name)
     root_rank = as_rank("broadcast_object", root_rank)
@@ -56,11 +56,11 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return everyone's object, in order of rank.
+    """Return the objects of all ranks, in rank order.
 
     Args:
-        obj: anything that pickles.
-        name, process_set: as of `broadcast_object`.
+        obj: an object that can be pickled.
+        name, process_set: as for `broadcast_object`.
     """
     check_name("allgather_object", name)
     name = name or "object"
@@ -74,12 +74,12 @@ def allgather_object(
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Copy the root's parameters into everyone's.
+    """Copy the root's parameters to all ranks.
 
     Args:
         params: a state dict, or (name, tensor) pairs such as `model.named_parameters()`.
         root_rank: rank of the job that has the values.
-        process_set: who takes part.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: `params` is something else.
@@ -113,15 +113,15 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give everyone the optimizer state of the root: momenta, step counts, learning rates.
+    """Copy the optimizer state of the root to all ranks: momenta, step counts, learning rates.
 
-    An optimizer without state gets zero gradients, as Horovod leaves them.
+    An optimizer without state has zero gradients afterwards, as with Horovod.
 
     Args:
         optimizer: unchanged on the root; elsewhere its state is replaced, as by `load_state_dict`.
         root_rank: rank of the job that has the state.
-        model: tells by its `Embedding`s which of these gradients are sparse.
-        process_set: who takes part.
+        model: its `Embedding` modules show which of these gradients are sparse.
+        process_set: the ranks that take part.
     """
     check_optimizer("broadcast_optimizer_state", optimizer)
     root_rank = as_rank("broadcast_optimizer_state", root_rank)

@@ -54,27 +54,27 @@ def DistributedOptimizer(
     *,
     keep_none: bool = False,
 ) -> Any:
-    """Let `optimizer` step with the gradients of all ranks of a process set. Collective over them.
+    """Make `optimizer` step with the gradients of all ranks of a process set. Collective over them.
 
-    Buckets of gradients are sent during backward; `step()` waits for them. A gradient that is missing counts
-    as zero.
+    Buckets of gradients are sent during backward between hosts, and in `step()` on one host. A missing
+    gradient counts as zero.
 
     Args:
         optimizer: any torch optimizer; it is changed in place and returned.
         named_parameters: names for messages, usually `model.named_parameters()`.
-        compression: what travels: `Compression.none`, `.fp16`, `.bf16` or one's own.
-        backward_passes_per_step: gradients are summed locally over so many `backward()`s.
+        compression: `Compression.none`, `.fp16`, `.bf16` or one of your own.
+        backward_passes_per_step: number of `backward()` calls over which gradients are summed locally.
         op: Average, Sum or Adasum.
         gradient_predivide_factor: with Average, divide by this before the sum and by size / factor after it.
-        num_groups: older spelling of `groups` as a number.
-        groups: lists of parameters whose gradients travel together, or into how many parts to cut them.
-        sparse_as_dense: let sparse gradients travel as dense ones.
-        process_set: who trains together.
-        keep_none: leave the gradient None of a parameter that no rank has used, as one process does. Beyond
-            Horovod, whose optimizers see zeros there.
+        num_groups: older name of `groups` as a number.
+        groups: lists of parameters whose gradients are sent together, or the number of such lists.
+        sparse_as_dense: send sparse gradients as dense ones.
+        process_set: the ranks that train together.
+        keep_none: if no rank has used a parameter, leave its gradient None, as in one process. Not in
+            Horovod, which sets zeros.
 
     Raises:
-        ValueError: arguments that make no sense; before anything is sent.
+        ValueError: invalid arguments; before anything is sent.
     """
     check_optimizer("DistributedOptimizer", optimizer)
     if averages_by_itself(optimizer):

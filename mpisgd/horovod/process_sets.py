@@ -18,7 +18,7 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """Some ranks of the job; what operations take as `process_set=`.
+    """Some ranks of the job, for the argument `process_set` of operations.
 
     Args:
         ranks_or_comm: global ranks, or an mpi4py communicator of them.
@@ -26,7 +26,7 @@ class ProcessSet:
     Attributes:
         process_set_id: its number, None until it is added.
         ranks: its global ranks, ascending.
-        mpi_comm: the communicator it was made of, if any.
+        mpi_comm: the communicator from which it was made, if any.
     """
 
     process_set_id: int | None = None
@@ -55,7 +55,7 @@ class ProcessSet:
         return len(self.members())
 
     def rank(self) -> int:
-        """Return this rank's place in it.
+        """Return this process's rank within the set.
 
         Raises:
             ValueError: this rank is not in it.
@@ -70,13 +70,13 @@ class ProcessSet:
         return rank_info.rank() in self.members()
 
     def members(self) -> list[int]:
-        """Return its ranks, once it was added."""
+        """Return its ranks; it must have been added."""
         if self.process_set_id is None or self.ranks is None:
             raise ValueError(f"{self!r} has not been added; use hvd.add_process_set()")
         return self.ranks
 
     def settle(self, set_id: int | None, ranks: Sequence[int]) -> None:
-        """Take number and ranks; None: it was removed."""
+        """Set the number and the ranks; None: it was removed."""
         self.process_set_id, self.ranks = set_id, list(ranks)
 
 
@@ -101,15 +101,15 @@ global_process_set = _GlobalProcessSet()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make operations on some ranks possible. Collective over all ranks, in the same order, at any time.
+    """Add a process set. Collective over all ranks, in the same order, at any time.
 
     Args:
-        process_set: of what it consists; an mpi4py communicator counts too. Communicators may differ by rank,
-            as `Split` makes them: each rank then gets the set that it is in.
+        process_set: a `ProcessSet`, global ranks, or an mpi4py communicator. Communicators may differ by
+            rank, as those of `Split`: each rank then gets the set that it belongs to.
 
     Raises:
-        ValueError: there is one of these ranks, or a rank that the job does not have.
-        HorovodInternalError: the ranks asked for different sets; on all of them.
+        ValueError: there is a process set of these ranks already, or the job has no such rank.
+        HorovodInternalError: the ranks gave different sets; raised on all of them.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if added.mpi_comm is not None:
@@ -159,7 +159,7 @@ def _add_those_of_communicators(added: ProcessSet) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give a process set back; False if it is not there or is the global one. Collective over all ranks."""
+    """Remove a process set; False if it does not exist or is the global one. Collective over all ranks."""
     set_id = process_set.process_set_id
     if not set_id or process_set.ranks is None:
         return False

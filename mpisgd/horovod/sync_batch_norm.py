@@ -24,13 +24,13 @@ NAME = "sync_batch_norm"
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
     """Batch normalization with the mean and variance of the joined batch of a process set's ranks.
 
-    On CPUs too. What it sends is negotiated like every other operation here, so that ranks which have
-    joined take part, with no images.
+    Works on CPUs, too. Its messages are negotiated like those of every operation of this module, so that
+    ranks that have joined take part with an empty batch.
 
     Args:
         num_features: channels of the input, [batch, channels, ...].
         eps, momentum, affine, track_running_stats, device, dtype, bias: as in torch.nn.SyncBatchNorm.
-        process_set: who shares the statistics.
+        process_set: the ranks that share the statistics.
 
     Raises:
         InvalidArgument, ShapeMismatch: in forward, as `mpisgd.SyncBatchNorm`.

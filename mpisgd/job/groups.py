@@ -34,13 +34,13 @@ def new_group(
 
     Args:
         ranks: global ranks; their order is the order of the group's ranks. None: all.
-        name: for messages; by default the groups are counted.
-        pg_options: of NCCL, see `mpisgd.init`; default: the job's.
+        name: for messages; by default a number.
+        pg_options: options of NCCL, see `mpisgd.init`; default: the job's.
 
     Returns:
-        The group. On a rank that is no member its `rank` is -1 and using it raises NotInGroup. Where the
-        world has used NCCL by now, the group has a communicator that is split from the world's; else its
-        ranks find each other at its first operation on a GPU.
+        The group. On a rank that is no member its `rank` is -1, and using it raises NotInGroup. If the world
+        has used NCCL before, the group's NCCL communicator is split from the world's; otherwise it is made at
+        the group's first operation on a GPU.
 
     Raises:
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.

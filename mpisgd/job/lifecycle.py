@@ -65,37 +65,40 @@ def init(
     keep_memory: bool | None = None,
     pg_options: Any = None,
 ) -> None:
-    """Start MPI (unless it runs) and make the job's world out of `comm`.
+    """Start MPI, unless it runs already, and set up the world group of the job.
 
-    Collective over `comm`. Without `mpirun` the world is this process alone. A second call does nothing;
-    the first use of anything that needs the world calls it too. From then on an uncaught exception ends the
-    whole job, with one traceback. Where the user has set nothing, this sets: waiting ranks yield when there
-    are more ranks than cores, no one-sided communication over UCX, no search for a network that is not there,
-    torch's threads = cores / ranks on this host, and the current GPU = local rank modulo the number of GPUs.
-    Until something imports `torch._dynamo`, torch's optimizers do without it. Under a launcher, RANK,
-    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set if they are not, and what existed before is exempt
-    from garbage collection (`gc.freeze`). `shutdown()` undoes this, but for what MPI and the GPU were told.
+    Collective over `comm`. Without `mpirun` the world is this process alone. A second call does nothing, and
+    functions that need the world call `init()` themselves. From then on an uncaught exception on a rank ends
+    the whole job, with one traceback.
+
+    `init()` sets defaults for what the user has not set: waiting ranks yield their core if there are more
+    ranks than cores, MPI uses no UCX for one-sided communication and does not search for networks that do not
+    exist, torch has cores / ranks threads on this host, and the current GPU is the local rank modulo the
+    number of GPUs. torch's optimizers do not import `torch._dynamo` until something else does. Under a
+    launcher, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set if they were not, and existing objects
+    are exempt from garbage collection (`gc.freeze`). `shutdown()` undoes this, except for the settings of MPI
+    and of the GPU.
 
     Args:
-        comm: an mpi4py communicator of the ranks that take part, duplicated; default MPI.COMM_WORLD.
+        comm: an mpi4py communicator of the ranks that take part, which is duplicated; default MPI.COMM_WORLD.
         timeout_s: how long any operation waits for other ranks; default MPISGD_TIMEOUT_S, else 1800 s.
         num_threads: torch threads on this rank, instead of the default above.
-        gpu: how tensors on GPUs travel, the same on all ranks: `auto`, by NCCL where every rank of a group
-            has a GPU of its own, else through host memory, with a warning; `nccl`, or an error; `mpi`, by a
-            CUDA-aware MPI where this one is, else through host memory. Default MPISGD_GPU, else auto.
-        keep_memory: whether the C library keeps the memory that this process frees, for the next training
-            step, until `shutdown()`; default MPISGD_KEEP_MEMORY, else True. Only on glibc, and only where
-            the environment says nothing about its allocator. Large tensors made before are not affected.
-        pg_options: of NCCL, a `torch.distributed.ProcessGroupNCCL.Options` as for torch's
-            `init_process_group`, such as a stream of high priority or `config.max_ctas`; the same on all
-            ranks. Default: torch's own. NCCL itself also reads its NCCL_ variables.
+        gpu: the transport of tensors on GPUs, the same on all ranks. `auto`: NCCL if every rank of a group
+            has its own GPU, else host memory, with a warning. `nccl`: NCCL, or an error. `mpi`: MPI if it is
+            CUDA-aware, else host memory. Default MPISGD_GPU, else auto.
+        keep_memory: whether the C library keeps freed memory for the next training step, until `shutdown()`;
+            default MPISGD_KEEP_MEMORY, else True. Only with glibc, and only if the environment has no
+            settings for its allocator. Tensors made before are not affected.
+        pg_options: options of NCCL, a `torch.distributed.ProcessGroupNCCL.Options` as for torch's
+            `init_process_group`, such as a high-priority stream or `config.max_ctas`; the same on all ranks.
+            Default: torch's. NCCL itself also reads its NCCL_ variables.
 
     Raises:
         AlreadyInitialized: called before with another communicator or another `gpu`.
         MpiNotFound: there is no MPI library.
         JobError: the launcher has started several ranks, and this MPI library sees only one of them.
-        NotInitialized: this is a child of a rank, such as a DataLoader's worker, which cannot be a rank; or
-            the ranks are threads of one process, and the job of this one has ended.
+        NotInitialized: this process is a child of a rank, such as a DataLoader's worker; or the ranks are
+            threads of one process, and the job of this thread has ended.
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
             MPISGD_PROFILE names no file, or the ranks give different `gpu`. `pg_options` that are wrong or
             that differ are reported on every rank.
@@ -260,14 +263,14 @@ def group_or_world(group: Group | None) -> Group:
 
 
 def shutdown() -> None:
-    """Leave the job's world: finish queued operations, wait until all ranks leave too, free everything.
+    """Leave the job: finish queued operations, wait for all ranks to leave, and free all resources.
 
-    Collective. Called automatically at exit. MPI runs on until the process ends, and `init()` may be called
-    again. What the C library has kept of freed memory is returned to the system, and what `init()` has
-    changed of the process is as before.
+    Collective. Called automatically at exit. MPI itself ends with the process, so `init()` may be called
+    again. Freed memory that the C library has kept is returned to the system, and the changes of `init()` to
+    the process are undone.
 
     Raises:
-        CollectiveMismatch: another rank is not leaving but in the middle of an operation.
+        CollectiveMismatch: another rank is in the middle of an operation and does not leave.
         CollectiveTimeout: another rank did not come, now or at an earlier operation.
     """
     place = job_place()

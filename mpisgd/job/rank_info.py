@@ -57,8 +57,8 @@ def num_nodes() -> int:
 def is_main() -> bool:
     """Return whether this is rank 0 of the job: the one that prints, logs and saves.
 
-    Before `init()` it goes by the rank that the launcher has given, so it starts no MPI. What all ranks take
-    part in, such as `mpisgd.checkpoint.save`, must not stand behind it.
+    Before `init()` it uses the rank that the launcher has set, and does not start MPI. Do not call collective
+    functions, such as `mpisgd.checkpoint.save`, under `if is_main():`.
     """
     return rank() == 0 if is_initialized() else launcher_rank() in (None, 0)
 

@@ -23,7 +23,8 @@ __all__ = ["MeshLayout", "layout"]
 class MeshLayout(LayoutRules):
     """Which dimensions of a model's tensors are divided along which axes of a mesh of ranks.
 
-    `mpisgd.layout` makes one of text. Plain data: it prints, compares, and can be made without a job.
+    Made by `mpisgd.layout` from a text. It is plain data: it can be printed, compared, and made without a
+    job.
 
     Attributes:
         rules: (dimension, axis) for each divided dimension, by name.
@@ -76,10 +77,10 @@ class MeshLayout(LayoutRules):
     def shard(self, tensor: Tensor, dims: Dims) -> DTensor:
         """Return the DTensor of a tensor that all ranks have whole, such as the targets of a loss.
 
-        Collective where it is the first use of this mesh; else nothing is sent.
+        Collective if it is the first use of this mesh; otherwise nothing is sent.
 
         Raises:
-            InvalidArgument: the tensor cannot be laid out so.
+            InvalidArgument: the tensor cannot be divided in this way.
         """
         self.check("the tensor", dims, tensor.shape)
         return shard(self, tensor, dims, device_mesh(self, tensor.device.type))
@@ -96,7 +97,7 @@ class MeshLayout(LayoutRules):
     ) -> LayoutCost:
         """Return what a training step of `model` would cost each rank; computes nothing.
 
-        Collective where it is the first use of this mesh.
+        Collective if it is the first use of this mesh.
 
         Args:
             model: plain, unchanged; on the device "meta" it takes no memory.
@@ -129,10 +130,12 @@ def layout(rules: str | Mapping[str, str], mesh: str | Mapping[str, int]) -> Mes
     """Return the layout that divides dimensions by name: `layout("batch:dp; hidden:tp", mesh="dp:2, tp:2")`.
 
     Each rule maps a dimension name to an axis of the mesh. Every tensor is divided along the axes of its
-    dimensions and copied along the others; the results do not depend on it. See `MeshLayout.distribute`.
+    dimensions and copied along the others; the results are the same for every layout. See
+    `MeshLayout.distribute`.
 
     Args:
-        rules: `dimension:axis` items separated by semicolons or commas, or a mapping; none: all is copied.
+        rules: `dimension:axis` items separated by semicolons or commas, or a mapping. Without rules all
+            tensors are copied.
         mesh: `axis:length` items, or a mapping. Neighbouring ranks, usually of one host, are along the last
             axis.
 

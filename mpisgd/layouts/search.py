@@ -33,7 +33,7 @@ def auto_layout(
 ) -> MeshLayout:
     """Return the layout in which a training step costs the least among those that fit into memory.
 
-    Tries every legal layout: runs a copy of the model without numbers, and counts what DTensor sends, what
+    Tries every legal layout: runs a copy of the model on fake tensors, and counts what DTensor sends, what
     autograd keeps and what each rank computes (`MeshLayout.cost`). The cost is the time of a step in units of
     one byte sent: `sent_bytes + operations / operations_per_byte`. The search takes a fraction of a second
     for each layout, and their number grows with the number of names. Collective.
@@ -41,11 +41,12 @@ def auto_layout(
     Args:
         model, names, example, inputs, outputs, loss: as for `MeshLayout.cost`.
         mesh: the axes and their lengths, as for `mpisgd.layout`.
-        memory_bytes: of a rank, for parameters, gradients, the optimizer's state and activations; None: any.
+        memory_bytes: memory of a rank for parameters, gradients, the optimizer's state and activations; None:
+            no limit.
         state_copies: the optimizer's state in copies of the parameters: 2 for Adam, 1 for momentum, 0 for
             SGD.
-        operations_per_byte: how many operations a rank does in the time of a byte on its link: 100 for 100
-            GFLOP/s and 1 GB/s.
+        operations_per_byte: number of operations that a rank computes in the time in which its link sends a
+            byte: 100 for 100 GFLOP/s and 1 GB/s.
 
     Raises:
         InvalidArgument: no layout is legal or none fits; the message says which needs the least memory.

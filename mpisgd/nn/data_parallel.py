@@ -23,7 +23,7 @@ NAME = "DataParallel"
 
 
 class DataParallel(nn.Module):
-    """Run `module` on all ranks, with a batch that one rank has, and with that rank's parameters.
+    """Run `module` on all ranks, with the batch and the parameters of one rank.
 
     torch.nn.DataParallel with ranks in place of devices. Every rank calls forward; rank `src` passes the
     batch, and what the others pass is ignored:
@@ -33,26 +33,27 @@ class DataParallel(nn.Module):
         loss = criterion(outputs, targets) if mpisgd.rank() == 0 else outputs
         loss.backward()
 
-    The rows of the batch are divided, all ranks get a copy of the parameters and buffers of `src`, and the
-    outputs of all rows come back to `src`. The other ranks get a placeholder tensor, whose `backward()` is
-    their part in the backward pass of `src`; they have to call it when `src` calls backward. Then `src` has
-    the gradients of the whole batch, equal to those of one process, and steps its optimizer. Since
-    parameters are copied in each call, the others need neither an optimizer nor equal parameters: only
-    `src` saves and loads.
+    The rows of the batch are divided among the ranks, all ranks get a copy of the parameters and buffers of
+    `src`, and `src` gets the outputs of all rows. The other ranks get a placeholder tensor; they call its
+    `backward()` when `src` calls backward, to run their part of the backward pass. `src` then has the
+    gradients of the whole batch, equal to those of one process, and steps its optimizer. Since parameters are
+    copied in each call, the other ranks need neither an optimizer nor equal parameters, and only `src` saves
+    and loads.
 
-    The batch is made of tuples, lists and dictionaries, positional and keyword arguments. Tensors have their
-    rows along `dim`, equally many; those without dimensions, and whatever else there is, are copied. A rank
-    without a row, where there are fewer rows than ranks, does not run the module. Outputs are concatenated; a
-    tensor without dimensions becomes one entry of a vector, as in torch. What is no tensor comes from `src`.
+    The batch consists of positional and keyword arguments: tensors, and tuples, lists and dictionaries of
+    them. All tensors have the same number of rows along `dim`; tensors without dimensions and other values
+    are copied. If there are fewer rows than ranks, the ranks without a row do not run the module. Outputs are
+    concatenated; tensors without dimensions become the entries of a vector, as in torch. Outputs that are not
+    tensors are those of `src`.
 
     BatchNorm uses the statistics of each rank's rows, and keeps those of `src`, as in torch; `SyncBatchNorm`
-    wants rows on every rank. Collective: forward, and backward where `src` calls it. Whether gradients are
-    recorded (`torch.no_grad()`) is what holds on `src`; call `train()` and `eval()` on all ranks.
+    needs rows on every rank. Forward is collective, and so is backward if `src` calls it. Whether gradients
+    are recorded (`torch.no_grad()`) depends on `src` alone; call `train()` and `eval()` on all ranks.
 
     Args:
-        module: the same on all ranks; its values count on `src` alone.
+        module: the same on all ranks; the values of its parameters matter on `src` only.
         src: global rank that has the batch and gets the outputs.
-        dim: the dimension of rows.
+        dim: the dimension along which the batch is divided.
         gather_outputs: False leaves each rank's outputs where they are, for `DataParallelCriterion`.
         group: the ranks that take part, all of the job by default.
 
@@ -61,9 +62,9 @@ class DataParallel(nn.Module):
             be divided, raised on every rank.
         Exception: from forward, what `module` raised on a rank; on every rank.
 
-    Cost: forward sends the parameters and buffers to each rank, the rows, and outputs back; backward the
-        same the other way, gradients in place of parameters. Prefer `DistributedOptimizer` where each rank
-        can load its own data: it sends gradients alone, and no rank is a bottleneck.
+    Cost: forward sends parameters, buffers and rows to each rank, and outputs back; backward sends the
+        gradients of all of these in the opposite directions. Prefer `DistributedOptimizer` if each rank can
+        load its own data: it sends only gradients, and no rank is a bottleneck.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class DataParallel(nn.Module):
         self._exchange = RowExchange(members, members.group_rank(NAME, "src", src), dim)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of all rows on `src`, a token on the other ranks. Collective."""
+        """Return the outputs of all rows on `src`, a placeholder on the other ranks. Collective."""
         exchange = self._exchange
         batch = agree_on_batch(NAME, (args, kwargs), exchange, self._records_graph(args, kwargs))
         works = exchange.is_root or batch.counts[exchange.group.rank] > 0

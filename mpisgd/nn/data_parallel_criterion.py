@@ -22,25 +22,25 @@ NAME = "DataParallelCriterion"
 
 
 class DataParallelCriterion(nn.Module):
-    """The parallel loss: each rank computes the loss of its rows, and only the mean of all returns.
+    """The parallel loss: each rank computes the loss of its rows; the result is their mean.
 
-    With `DataParallel`, all outputs come back to one rank, which computes their loss alone and needs memory
-    for all of them. With this, they stay where they are, and every rank runs the same program:
+    With `DataParallel`, one rank gets all outputs, needs memory for them, and computes their loss alone. With
+    `DataParallelCriterion` outputs stay on their ranks, and every rank runs the same program:
 
         model = mpisgd.nn.DataParallel(module, gather_outputs=False)
         criterion = mpisgd.nn.DataParallelCriterion(torch.nn.CrossEntropyLoss())
         loss = criterion(model(inputs), targets)     # inputs and targets count on rank 0 alone
         loss.backward()                              # then rank 0 has the gradients
 
-    The targets are divided as the batch was. The result is the criterion's on the whole batch, on every rank.
-    Collective: forward, and backward, whose gradient from `src` counts.
+    The targets are divided like the batch. Every rank gets the loss of the whole batch. Forward and backward
+    are collective; the incoming gradient of `src` is used.
 
     Args:
         criterion: a module or function of (outputs, *targets) that returns a number, the mean of its rows; or
             their sum, where it has `reduction="sum"`.
         src, dim, group: as for `DataParallel`.
-        weight: a function of the same arguments that returns what a rank's mean counts, in place of its
-            number of rows. A criterion that leaves targets out needs it: `weight=lambda outputs, targets:
+        weight: a function of the same arguments that returns the weight of a rank's mean, instead of its
+            number of rows. A criterion that ignores some targets needs it: `weight=lambda outputs, targets:
             (targets != -100).sum()`.
 
     Raises:
@@ -77,8 +77,8 @@ class DataParallelCriterion(nn.Module):
         """Return the loss of all rows, on every rank. Collective.
 
         Args:
-            outputs: what `DataParallel(gather_outputs=False)` has returned on this rank.
-            targets, kwargs: of all rows on `src`; not looked at elsewhere.
+            outputs: the result of `DataParallel(gather_outputs=False)` on this rank.
+            targets, kwargs: those of all rows on `src`; ignored on other ranks.
         """
         exchange = self._exchange
         batch = agree_on_batch(NAME, (targets, kwargs), exchange, records_graph=torch.is_grad_enabled())

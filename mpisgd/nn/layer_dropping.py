@@ -36,7 +36,7 @@ NAME = "ProgressiveLayerDropping"
 
 
 class ProgressiveLayerDropping:
-    """Pass over some of a model's residual layers in each training step, the same ones on every rank.
+    """Skip some of a model's residual layers in each training step, the same ones on every rank.
 
         dropping = mpisgd.nn.ProgressiveLayerDropping(theta=0.5, gamma=100 / num_steps)
         dropping.wrap(model.blocks)
@@ -44,24 +44,23 @@ class ProgressiveLayerDropping:
         optimizer.step()
         dropping.step()
 
-    For layers of the form `x + f(x)` whose branches begin with their norm (PreLN): others do not train well
-    without some of their layers. What is dropped is a function of the seed and the number of steps alone:
-    equal on any number of ranks, in each micro-batch of a step, and after a restart with `load_state_dict`.
+    For layers of the form `x + f(x)` whose branches begin with the norm (PreLN); other models do not train
+    well with skipped layers. The choice depends only on the seed and the number of steps: it is the same on
+    any number of ranks, in each micro-batch of a step, and after a restart with `load_state_dict`.
 
-    Parameters of a dropped layer have no gradient in that step: the same on all ranks, so
-    `DistributedOptimizer` leaves them as they are. torch's DistributedDataParallel needs
-    `find_unused_parameters=True`.
+    Parameters of a dropped layer have no gradient in that step, on all ranks, and `DistributedOptimizer` does
+    not change them. torch's DistributedDataParallel needs `find_unused_parameters=True`.
 
-    Collective where it is made: all ranks of `group` make it with the same theta and gamma.
+    The constructor is collective: all ranks of `group` call it with the same theta and gamma.
 
     Args:
-        theta: the probability with which the last layer is kept in the end, theta_bar of the paper.
+        theta: the final probability of keeping the last layer, theta_bar of the paper.
         gamma: how fast the probabilities fall, per step; the paper takes 100 / number of steps.
-        seed: of the choice; None: rank 0's `torch.initial_seed()`. That of rank 0 counts.
+        seed: seed of the choice; None: `torch.initial_seed()`. The value of rank 0 is used on all ranks.
         group: all ranks of the job by default.
 
     Attributes:
-        num_steps: how often `step` was called: t of the paper.
+        num_steps: number of calls of `step`, t of the paper.
 
     Raises:
         InvalidArgument: found locally, before anything is sent.
@@ -94,19 +93,19 @@ class ProgressiveLayerDropping:
 
     @property
     def theta(self) -> float:
-        """The probability with which the last layer is kept in this step."""
+        """The probability of keeping the last layer in this step."""
         return (1 - self.theta_bar) * math.exp(-self.gamma * self.num_steps) + self.theta_bar
 
     def keep_probability(self, layer: int, num_layers: int) -> float:
-        """Return with which probability layer 1 to `num_layers` is kept in this step."""
+        """Return the probability of keeping a layer, 1 to `num_layers`, in this step."""
         return 1 - layer / num_layers * (1 - self.theta)
 
     def kept(self, num_layers: int, stack: int = 0) -> list[bool]:
         """Return which layers are kept in this step, from the first to the last.
 
         Args:
-            num_layers: of the stack.
-            stack: counts the lists that were wrapped; each draws by itself.
+            num_layers: number of layers.
+            stack: number of the wrapped list; each list has its own random choice.
         """
         draws = _draws(num_layers, self.seed, self.num_steps, stack)
         return [draw < self.keep_probability(place, num_layers) for place, draw in enumerate(draws, start=1)]
@@ -141,11 +140,11 @@ class ProgressiveLayerDropping:
         self.num_steps += 1
 
     def state_dict(self) -> dict[str, int]:
-        """Return what the choices of the next steps depend on, beside theta and gamma."""
+        """Return the seed and the number of steps, on which the next choices depend."""
         return {"seed": self.seed, "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where the state was taken."""
+        """Continue from a state."""
         check_seed(NAME, state["seed"])
         check_count(NAME, "num_steps", state["num_steps"])
         self.seed, self.num_steps = state["seed"], state["num_steps"]

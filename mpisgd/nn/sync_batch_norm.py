@@ -42,8 +42,8 @@ class SyncBatchNorm(_BatchNorm):
         num_features: channels of the input, [batch, channels, ...].
         eps, momentum, affine, track_running_stats, device, dtype, bias: as in torch.nn.SyncBatchNorm.
         process_group: a Group, or a torch.distributed group of the backend "mpisgd"; by default all processes
-            of the job. With one of its own, from `mpisgd.new_group()`, the statistics do not queue behind
-            gradients that travel during backward.
+            of the job. With a separate group from `mpisgd.new_group()`, the statistics do not queue behind
+            gradients that are sent during backward.
 
     Raises:
         InvalidArgument: `process_group` is neither. In forward, as torch's: no channels, fewer than two
@@ -117,11 +117,11 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def take_part(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Do what a forward does with an empty batch: this rank has no more data. Collective.
+        """Take part in a forward of the other ranks with an empty batch. Collective.
 
         Args:
-            shape: of an example of the other ranks.
-            dtype: likewise.
+            shape: shape of an example of the other ranks.
+            dtype: dtype of an example of the other ranks.
         """
         tensors = [tensor for tensor in (self.running_mean, self.weight) if tensor is not None]
         device = tensors[0].device if tensors else None
@@ -169,18 +169,20 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
         """Replace every BatchNorm in `module`, torch.nn.SyncBatchNorm too, by one of this class.
 
-        Parameters and buffers stay the same objects, so optimizers made before still hold them. Hooks are
-        not taken over. A layer that is used in several places stays one.
+        Parameters and buffers stay the same objects, so optimizers that were made before remain valid. Hooks
+        are not copied. A layer that is used in several places stays a single layer.
 
         Args:
             module: changed in place, unless it is a BatchNorm itself.
-            process_group: of all new layers, also where one had its own; by default all processes of the job.
+            process_group: group of all new layers, also of those that had another one; by default all
+                processes of the job.
 
         Returns:
-            `module`, or what has replaced it.
+            `module`, or the layer that has replaced it.
 
         Raises:
-            InvalidArgument: `process_group` is no group of ours; a lazy BatchNorm does not know its channels.
+            InvalidArgument: `process_group` is not a group of mpisgd; a lazy BatchNorm does not know its
+                channels.
         """
         return converted(module, cls, _as_group(process_group), {})
 

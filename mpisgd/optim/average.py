@@ -32,9 +32,9 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
     Collective: all ranks of `group` call it for the same model.
 
     Args:
-        model: its parameters' small gradients become views of one fusion buffer, which lives as long as the
-            model; large ones are reduced where they are. Where no rank has a gradient it stays None; where
-            some have, the others count as zero.
+        model: small gradients become views of one fusion buffer, which exists as long as the model; large
+            gradients are reduced in place. If no rank has a gradient of a parameter, it stays None; if only
+            some have one, the gradient of the others counts as zero.
         group: defaults to all processes of the job.
 
     Raises:
@@ -67,8 +67,8 @@ def _new_reducer(type_name: str, named: Sequence[tuple[str, torch.Tensor]], grou
 def average_parameters(params: Parameters, group: Group | None = None) -> None:
     """Replace every parameter by its mean over the group, and a module's floating buffers by theirs.
 
-    Collective: all ranks of `group` call it for the same model. Use it to evaluate or save the mean
-    model; training then continues from the mean. To leave the training as it is, average a copy of the model.
+    Collective: all ranks of `group` call it for the same model. Use it to evaluate or save the mean model;
+    training then continues from the mean. To leave the training unchanged, average a copy of the model.
 
     Args:
         params: a module (its parameters and buffers, BatchNorm's statistics among them), a state dict, or

@@ -25,13 +25,13 @@ def average(values: T, weight: float = 1.0, group: Group | None = None) -> T:
     """Return the mean of `values` over the group: sum of weight * value / sum of weight.
 
     Collective: all ranks of `group` call it with the same structure. For metrics: with the number of a rank's
-    examples as its weight, means of ranks become the mean over all examples. A rank without examples has
-    weight 0, and what it gives, NaN say, does not count.
+    examples as its weight, means of ranks become the mean over all examples. A rank without examples passes
+    weight 0; its values, even NaN, are then ignored.
 
     Args:
         values: a number, a tensor, or dicts, lists and tuples of them; unchanged. A number becomes a float.
             A tensor stays on its device; the mean of integers or bools is a float64 tensor.
-        weight: of this rank, 0 or more.
+        weight: the weight of this rank, 0 or more.
         group: defaults to all processes of the job.
 
     Raises:

@@ -36,14 +36,14 @@ Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None = None) -> None:
-    """Copy the parameters of rank `src`, and the module's buffers, into everyone's.
+    """Copy the parameters and buffers of rank `src` to all ranks.
 
     Collective: all ranks of `group` call it for the same model.
 
     Args:
         params: a module (its parameters and all its buffers, BatchNorm's statistics among them), a state
-            dict, or (name, tensor) pairs. Tensors are overwritten in place; what is no tensor in a state
-            dict is replaced there.
+            dict, or (name, tensor) pairs. Tensors are overwritten in place; other values of a state dict are
+            replaced.
         src: global rank of the one that has the values.
         group: defaults to all processes of the job.
 
@@ -118,15 +118,16 @@ def broadcast_tensors(tensors: list[Tensor], src: int, group: Group) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None
 ) -> None:
-    """Give everyone the optimizer state of rank `src`: momenta, step counts, learning rates.
+    """Copy the optimizer state of rank `src` to all ranks: momenta, step counts, learning rates.
 
-    Collective: all ranks of `group` call it for the same optimizer. The others may have no state yet, or
-    an older one, as when only `src` has read a checkpoint. What a strategy or a compressor keeps alike on all
-    ranks comes from `src`, too; what is each rank's own, such as a residual, begins anew everywhere.
+    Collective: all ranks of `group` call it for the same optimizer. The others may have no state yet, or an
+    older one, as when only `src` has read a checkpoint. State of a strategy or a compressor that is the same
+    on all ranks is copied from `src`, too; state that belongs to one rank, such as a residual, is reset on
+    all ranks.
 
     Args:
-        optimizer: unchanged on `src`, but for what is its own; on the others its state is replaced, as by
-            `load_state_dict`.
+        optimizer: on `src` unchanged except for the state that belongs to that rank alone; on the others its
+            state is replaced, as by `load_state_dict`.
         src: global rank of the one that has the state.
         group: defaults to all processes of the job.
 

@@ -58,55 +58,55 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Collective: all ranks of `group` wrap the same optimizer over the same parameters. Start them equal with
     `broadcast_parameters` and `broadcast_optimizer_state`.
 
-    `backward()` returns with the gradients reduced, so clipping, GradScaler and anything else that looks at
-    them sees the same numbers on every rank. A parameter that no rank used keeps `grad = None`; one that
-    some ranks used counts as zero on the others. `step(closure)` gives the closure's loss averaged over the
-    ranks to the optimizer. A copy or a pickle of the result is a plain optimizer of the wrapped class.
+    When `backward()` returns, the gradients have been reduced, so clipping, GradScaler and everything else
+    that reads them see the same numbers on every rank. If no rank has used a parameter, its gradient stays
+    None; if only some ranks have used it, the gradient of the others counts as zero. With `step(closure)` the
+    optimizer gets the closure's loss averaged over the ranks. A copy or a pickle of the result is a plain
+    optimizer of the wrapped class.
 
     Args:
         optimizer: any torch optimizer; it is changed in place and returned.
         named_parameters: names for messages, usually `model.named_parameters()`.
-        strategy: how the ranks' models relate between two steps, `Synchronous()` by default; the same on all
-            ranks. See docs/how-to/extending.md for one of your own.
-        op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
-            ranks have equal shares), SUM, or `mpisgd.Adasum`, the adaptive sum of each parameter's gradients;
-            or the name of one, such as "sum".
-        compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire;
-            `mpisgd.compress.TopK(ratio=0.01)` and others there send less, and approximate; "auto" measures
-            which of a few pays on this link, see `mpisgd.compress.Auto`; or a `Compressor` of your own. The
-            same on all ranks.
-        backward_passes_per_step: the gradients of this many `backward()`s are summed locally, as torch does,
-            and the sum is reduced at the last one; divide the loss for a mean over the passes. A window that
-            is not full is reduced by `step()`; where something looks at the
-            gradients before (clipping, GradScaler), call `synchronize()` first.
+        strategy: what the ranks exchange, and how often; `Synchronous()` by default: the gradients, in every
+            step. The same on all ranks. docs/how-to/extending.md shows how to write one.
+        op: how gradients are combined. AVG: their mean, which equals one process on the joined batch if the
+            ranks have equal shares of it; SUM; or `mpisgd.Adasum`, the adaptive sum of each parameter's
+            gradients. A name, such as "sum", works too.
+        compression: `Compression.fp16` or `.bf16` send 16 bits for each element of a gradient;
+            `mpisgd.compress.TopK(ratio=0.01)` and the other compressors of `mpisgd.compress` send less, and
+            approximate the gradients; "auto" measures some of them on this link and chooses, see
+            `mpisgd.compress.Auto`. Or a `Compressor` of your own. The same on all ranks.
+        backward_passes_per_step: the gradients of this many calls of `backward()` are summed on each rank, as
+            torch does, and the sum is reduced in the last one. Divide the loss by this number for a mean over
+            the passes. If `step()` is called after fewer passes, it reduces what has been summed; call
+            `synchronize()` first if something reads the gradients before `step()` (clipping, GradScaler).
         gradient_predivide_factor: with AVG, divide by this before the sum and by size / factor after it.
-        bucket_cap_bytes: gradients travel together in buckets of at most this many bytes.
-        overlap: whether buckets are sent while backward still computes others; None: between hosts, where
-            that can save time. Hooks on parameters that change gradients must then be registered before.
-            Ignored where the group has other optimizers.
-        error_if_nonfinite: raise on every rank when a gradient is infinite or NaN, and say on which rank and
-            in which parameters, the first of backward first. Looks at what each rank has before it is
-            reduced, which takes one more pass. Not with GradScaler, which takes care of such steps.
-        check_in_sync_every: compare the parameters of all ranks bit by bit after every so many steps; 0:
-            never. See `mpisgd.check_in_sync`.
-        share_parameters: keep one copy of the parameters per host, in shared memory, of which each rank
-            updates its own ones. Saves time and memory, and the program must not read gradients: see
-            docs/how-to/shared-parameters.md. The parameters take the values of each host's first rank; they
-            must be on the CPU.
-        elementwise: with `share_parameters` or `Sharded`, whether `optimizer` updates each element of a
-            parameter by itself, from its gradient and a state of the same shape, or of none: then ranks may
-            own parts of parameters. torch's own that do (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta,
-            Adamax, NAdam, RAdam, ASGD, Rprop) are known.
-        named_buffers: usually `model.named_buffers()`: for strategies whose ranks have models of their own,
-            which average the floating-point ones, such as those of BatchNorm, with the parameters.
-        check_start: whether the first step raises where ranks have different parameters, or other settings
-            such as the learning rate. The latter are compared again every 100 steps where gradients are
-            combined. Pass False where the difference is intended.
+        bucket_cap_bytes: gradients are sent together in buckets of at most this many bytes.
+        overlap: whether buckets are sent while backward still computes the other gradients; None: only
+            between hosts, where that can save time. Ignored if the group has several optimizers.
+        error_if_nonfinite: raise on every rank if a gradient is infinite or NaN. The error names the rank and
+            the parameters, in the order of backward. Takes one more pass over the gradients of this rank. Do
+            not combine it with GradScaler, which skips such steps itself.
+        check_in_sync_every: number of steps after which the parameters of all ranks are compared bit by bit,
+            again and again; 0: never. See `mpisgd.check_in_sync`.
+        share_parameters: keep one copy of the parameters per host, in shared memory; each rank of the host
+            updates a part of it. Saves time and memory, but the program must not read gradients: see
+            docs/how-to/shared-parameters.md. The parameters must be on the CPU, and take the values of each
+            host's first rank.
+        elementwise: with `share_parameters` or `Sharded`, for an optimizer that is not torch's: True if it
+            updates each element of a parameter independently of the others, with state of the parameter's
+            shape or scalar state. A rank may then own a part of a parameter. mpisgd knows this of torch's
+            optimizers (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop).
+        named_buffers: usually `model.named_buffers()`. Strategies that average parameters then also average
+            the floating-point buffers, such as the statistics of BatchNorm.
+        check_start: whether the first step raises if the ranks have different parameters, or different
+            settings such as the learning rate. Where gradients are combined, settings are compared again
+            every 100 steps. Pass False if the difference is intended.
         group: the ranks that train together, all of the job by default.
 
     Attributes:
-        strategy: how the ranks' models relate between two steps.
-        compression: what travels; what was chosen with "auto".
+        strategy: as given.
+        compression: the compressor; with "auto" the one that was chosen.
         spans_job: whether all ranks of the job train together: no group was chosen.
 
     Raises:
@@ -198,16 +198,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """The working part of the strategy, with what it offers beside steps."""
+        """The working part of the strategy; some have further methods, such as `finish()`."""
         return self._synchronizer
 
     @property
     def compression(self) -> Compressor:
-        """What gradients, or differences of models, look like on the wire."""
+        """The compressor of gradients or of differences of models."""
         return self._synchronizer.training.options.compression
 
     def synchronize(self) -> None:
-        """Reduce now what was accumulated and not reduced yet; nothing if nothing was. Collective."""
+        """Reduce the gradients that were accumulated and not reduced yet, if there are any. Collective."""
         self._window.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -227,14 +227,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale the reduced gradients such that their norm is at most `max_norm`; return what it was before.
+        """Scale the reduced gradients so that their norm is at most `max_norm`; return the norm before.
 
-        As `torch.nn.utils.clip_grad_norm_` with all parameters of the optimizer, and the only way to clip
-        where ranks share parameters, or divide gradients. Collective then.
+        Does what `torch.nn.utils.clip_grad_norm_` does with all parameters of the optimizer. With
+        `share_parameters` and with `Sharded(stage=2)` it is the only way to clip, and collective.
 
         Raises:
             InvalidArgument: found locally, before anything is sent.
-            RuntimeError: the norm is not finite, where that is asked for; raised on every rank.
+            RuntimeError: with `error_if_nonfinite`, the norm is not finite; raised on every rank.
         """
         check_positive("clip_grad_norm_", "max_norm", max_norm)
         check_positive("clip_grad_norm_", "norm_type", norm_type)
@@ -264,20 +264,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
 
-        Collective where ranks share parameters, or divide the state: each has that of its own. Where the
-        strategy or a compressor keeps something from step to step, the entry "mpisgd" has it, with what is
-        this rank's own; other optimizers ignore it.
+        Collective if ranks share parameters or divide the state, since each rank has a part of it. If the
+        strategy or the compressor keeps something from step to step, it is in the entry "mpisgd", including
+        what belongs to this rank alone; other optimizers ignore that entry.
         """
         with owned_by(self._owner):
             return {**self._synchronizer.state_dict(super().state_dict), **self._keeper.entry()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as the wrapped optimizer does. The parameters stay as they are.
+        """Load a state, as the wrapped optimizer does. The parameters stay as they are.
 
-        All ranks load states of the same step, each its own or all the same. What is a rank's own, such as a
-        residual, comes back to the same rank of as many ranks; on any other it begins anew, and so it does on
-        all ranks where it says something of the others. What the strategy and the compressor have kept is
-        left out, with a warning, where this optimizer has others.
+        All ranks load states of the same step: each its own, or all the same. State that belongs to one rank,
+        such as a residual, is restored if the same rank of the same number of ranks loads it. Otherwise it is
+        reset; state that also refers to other ranks is then reset on all. If this optimizer has another
+        strategy or compressor than the saved one, what those had kept is ignored, with a warning.
 
         Raises:
             InvalidArgument: another version of mpisgd has written it in a form that this one does not know.
@@ -294,17 +294,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def method(self) -> str:
-        """What the strategy is called in a saved state."""
+        """The name of the strategy in a saved state."""
         return self._synchronizer.method
 
     def method_entry(self) -> dict[str, Any]:
-        """Return the entry "mpisgd" of `state_dict()`; {} where nothing is kept. Not collective."""
+        """Return the entry "mpisgd" of `state_dict()`; {} if nothing is kept. Not collective."""
         return self._keeper.entry()
 
     def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
         """Return the parameters and buffers that differ by rank between steps, by key; not copied.
 
-        With `Synchronous`, and wherever all ranks have one model, there are none. They are no part of
+        Empty with `Synchronous` and the other strategies with one model for all ranks. They are not in
         `state_dict()`; `mpisgd.checkpoint` saves them beside it, for each rank.
 
         Args:
@@ -324,14 +324,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._synchronizer.consensus_of(replicas, entries)
 
     def forget_own_state(self) -> None:
-        """Begin anew with what is this rank's own: all ranks do so, as after a broadcast of the state."""
+        """Reset the state that belongs to this rank alone; all ranks do so, as after a broadcast of the
+        state.
+        """
         self._keeper.forget_own()
 
     def shard_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state, where ranks divide it. Not collective; needs no more memory.
+        """Return this rank's part of a state that the ranks divide. Not collective; needs no further memory.
 
-        For checkpoints of which each rank writes its own file: plain containers and tensors, which
-        `torch.load(weights_only=True)` reads. Any number of ranks loads them by `load_shard_state_dicts`.
+        For checkpoints in which each rank writes a file of its own. It has plain containers and tensors,
+        which `torch.load(weights_only=True)` reads. Any number of ranks can load the parts by
+        `load_shard_state_dicts`.
 
         Raises:
             InvalidArgument: every rank has the whole state.
@@ -340,11 +343,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._synchronizer.shard_state_dict(super().state_dict)
 
     def load_shard_state_dicts(self, shards: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the parts of the state that the ranks of a run had, as many as these were.
+        """Load the parts of a state that the ranks of an earlier run had, however many ranks there were.
 
         Args:
-            shards: what `shard_state_dict` has returned on all of them, in any order. Each rank keeps what
-                belongs to its own part; tensors that are mapped from files are read no further.
+            shards: what `shard_state_dict` has returned on all of these ranks, in any order. Each rank keeps
+                what belongs to its own part; of tensors that are mapped from files it reads no more than
+                that.
 
         Raises:
             InvalidArgument: every rank has the whole state; or a part is missing.
@@ -382,9 +386,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._window.cover(named)
 
     def rebuild(self, group: Group | None = None) -> None:
-        """Train with other ranks from now on. Collective over `group`; gradients are dropped.
+        """Continue the training with other ranks. Collective over `group`; gradients are dropped.
 
-        What `mpisgd.elastic` calls when the ranks have changed.
+        `mpisgd.elastic` calls this when the ranks have changed.
 
         Args:
             group: the ranks that train together, all of the job by default.
@@ -408,11 +412,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Replace this rank's model by the consensus of all ranks meanwhile: to evaluate, or to save.
+        """Within this context, replace this rank's model by the consensus of all ranks.
 
-        Collective. Of most strategies that is the mean of the parameters and buffers, of `DiLoCo` the outer
-        parameters, of `ElasticAveraging` the centre; with `Synchronous` all ranks have it anyway. Afterwards
-        each rank goes on with what it had before; do not train inside.
+        Collective; use it to evaluate or to save. For most strategies the consensus is the mean of the
+        parameters and buffers; for `DiLoCo` it is the outer parameters, for `ElasticAveraging` the centre,
+        and with `Synchronous` every rank's model is the consensus. Afterwards each rank has its own model
+        again. Do not train inside.
         """
         with owned_by(self._owner):
             values, tensors = self._synchronizer.consensus(), self._synchronizer.averaged
@@ -434,17 +439,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return join(self, follow=follow, throw_on_early_termination=throw_on_early_termination, enable=enable)
 
     def participant(self) -> Participant:
-        """Return what takes part in `join()`; the optimizer tells it of its steps from then on."""
+        """Return the object that takes part in `join()`, to which the optimizer then reports its steps."""
         made = Participant(self, self._window, self._synchronizer, self.strategy, self._owner)
         self._participant = made
         return made
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let `backward()` sum gradients locally and send nothing; the next one outside reduces the sum."""
+        """Within this context `backward()` sums gradients locally; the next one outside reduces the sum."""
         return self._window.muted()
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
-        """Let `step()` take the gradients as they are, after `synchronize()` or for a step of one's own."""
+        """Within this context `step()` uses the gradients as they are, such as after `synchronize()`."""
         return self._window.skipping()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

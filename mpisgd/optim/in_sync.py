@@ -40,15 +40,15 @@ def check_in_sync(state: State, group: Group | None = None) -> None:
 
     Args:
         state: a module (its parameters and buffers), an optimizer (its parameters, its state and its
-            hyperparameters), a state dict, however deep, or (name, tensor) pairs. Of what is neither a tensor
-            nor a number or text, only the type is compared. BatchNorm's statistics are buffers which differ
-            while training unless the module is a `SyncBatchNorm`: pass `model.named_parameters()` then.
+            hyperparameters), a nested state dict, or (name, tensor) pairs. Of values other than tensors,
+            numbers and texts only the type is compared. BatchNorm's statistics are buffers which differ while
+            training unless the module is a `SyncBatchNorm`: pass `model.named_parameters()` then.
         group: defaults to all processes of the job.
 
     Raises:
         OutOfSync: names the first tensors that differ, and which ranks hold which value.
         CollectiveMismatch: names, shapes or dtypes differ between ranks.
-        UnsupportedTensor: a tensor that has no values, or is on a device that is not known; found locally.
+        UnsupportedTensor: a tensor without values (meta), or on an unsupported device; found locally.
 
     Cost: one pass over the tensors and one small exchange.
     """

@@ -37,30 +37,31 @@ def join(
 ) -> "Join":
     """Return a context in which ranks may have unequal numbers of batches.
 
-    Collective: all ranks of the group enter it. A rank that comes to the end of the block goes on taking part
-    in what the others do, with gradients that count nothing, until all have come there. Gradients are
-    weighted by the examples of each rank, so that the ranks compute what one process computes on their joined
-    batches. Its parameters and optimizer state are those of the others all the time.
+    Collective: all ranks of the group enter it. A rank that reaches the end of the block continues to take
+    part in the operations of the others, with gradients of weight 0, until all ranks have reached it.
+    Gradients are weighted by the examples of each rank, so that the ranks compute what one process computes
+    on their joined batches. Parameters and optimizer state stay the same on all ranks.
 
-    `mpisgd.all_reduce` and `mpisgd.barrier` go inside it, too: a rank without data contributes what changes
-    nothing, and in a mean each rank counts as much as it has examples. Other collectives are refused.
+    `mpisgd.all_reduce` and `mpisgd.barrier` may be called inside. A rank without data contributes the neutral
+    element, and in a mean each rank has the weight of its examples. Other collectives raise an error.
 
     Args:
-        optimizers: made by `DistributedOptimizer` with one group; all that train inside.
-        group: the ranks, where no optimizer says so; by default all processes of the job.
-        follow: what keeps count of steps, such as schedulers and a GradScaler: at the end ranks take over
-            its `state_dict()` from one that has trained longest. Needed where there is any.
+        optimizers: all optimizers that train inside, made by `DistributedOptimizer` with the same group.
+        group: the ranks, if there are no optimizers; by default all processes of the job.
+        follow: objects that count steps, such as schedulers and a GradScaler. At the end all ranks load their
+            `state_dict()` from a rank that has trained longest. Required if the program has such objects.
         throw_on_early_termination: whether all ranks raise as soon as one has no more data.
-        enable: False: do nothing, and leave it to the program that all ranks have equally many batches.
+        enable: False: do nothing; the ranks must then have equal numbers of batches.
 
     Raises:
-        InvalidArgument: something does not go inside; at the beginning on every rank, or where it is called.
+        InvalidArgument: an option or a call that cannot be used inside; at the beginning on every rank, or at
+            the call.
         CollectiveMismatch: ranks that have data do different things; raised on every rank.
         DataExhausted: see `throw_on_early_termination`; raised on every rank.
 
     Cost: a small all-gather before each reduction, step and collective, and one more in a reduction. Buckets
-        are sent at the end of backward. Where a rank has no more data and gradients were changed after their
-        reduction, by torch's clipping say, they are sent once more.
+        are sent at the end of backward. If a rank has no more data and gradients were changed after their
+        reduction, for example by torch's clipping, they are sent once more.
     """
     return Join(
         optimizers,
@@ -93,9 +94,9 @@ class Join:
         self._data: UnevenData | None = None
 
     def next_batch(self, *, examples: int) -> None:
-        """Say how many examples this rank's next backward passes have; all ranks say so, or none.
+        """Set the number of examples of this rank's next backward passes. All ranks call it, or none.
 
-        Without, each batch counts as much as any other.
+        Without it all batches have the same weight.
         """
         check_positive("next_batch", "examples", examples, whole=True)
         if self._data is None:

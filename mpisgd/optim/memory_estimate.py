@@ -186,24 +186,26 @@ def estimate_memory(
     bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
     strategies: Sequence[Strategy] | None = None,
 ) -> MemoryEstimates:
-    """Return what each rank will keep in memory, for every way of dividing it. Needs no job, and no memory.
+    """Return what each rank will keep in memory, by strategy. Needs no job, and no memory for the model.
 
     Args:
-        model: its parameters may be without values (`with torch.device("meta"):`), so a model that fits into
-            no machine can be asked about.
-        optimizer: over these parameters, unchanged; or what makes one, such as `torch.optim.AdamW`. None:
-            plain SGD, which keeps nothing.
+        model: it may be on the device "meta" (`with torch.device("meta"):`), where a model of any size takes
+            no memory.
+        optimizer: an optimizer of these parameters, which stays unchanged, or a function that makes one, such
+            as `torch.optim.AdamW`. None: plain SGD, which has no state.
         ranks: how many train together.
         ranks_per_host: how many of them share a host; None: all.
-        master_dtype: see `Sharded`; in all lines, so that they compare.
-        state_per_parameter: bytes of optimizer state per parameter, for an optimizer that cannot be asked.
+        master_dtype: see `Sharded`; used in all lines, so that they can be compared.
+        state_per_parameter: bytes of optimizer state per parameter, for an optimizer whose state cannot be
+            found.
         bucket_cap_bytes: see `DistributedOptimizer`.
-        strategies: to ask about, such as `mpisgd.Sharded(2, offload=mpisgd.Offload("/scratch"))`; by default
-            `Synchronous()` and `Sharded` with both stages. Each also with `share_parameters=True`, where it
-            goes with that and several ranks share a host.
+        strategies: a line for each, such as `mpisgd.Sharded(2, offload=mpisgd.Offload("/scratch"))`; by
+            default `Synchronous()` and `Sharded` with both stages. With several ranks per host there is a
+            further line with `share_parameters=True` for each that allows it.
 
     Raises:
-        InvalidArgument: a number makes no sense, the optimizer cannot be asked, or a strategy has no cost.
+        InvalidArgument: an invalid number, an optimizer whose state cannot be found, or a strategy without
+            `cost`.
     """
     check_positive("estimate_memory", "ranks", ranks, whole=True)
     here = ranks if ranks_per_host is None else ranks_per_host

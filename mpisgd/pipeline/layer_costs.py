@@ -21,11 +21,11 @@ class LayerCost:
     """What one layer costs for one micro-batch.
 
     Attributes:
-        name: within its model.
-        forward_s: median time.
-        backward_s: median time.
-        activation_bytes: of its output.
-        parameter_bytes: of its parameters.
+        name: name within its model.
+        forward_s: median time of the forward pass.
+        backward_s: median time of the backward pass.
+        activation_bytes: bytes of its output.
+        parameter_bytes: bytes of its parameters.
     """
 
     name: str
@@ -36,26 +36,26 @@ class LayerCost:
 
     @property
     def time_s(self) -> float:
-        """Of both passes."""
+        """The time of both passes."""
         return self.forward_s + self.backward_s
 
 
 def measure_layers(
     module: nn.Sequential, *inputs: Tensor, repetitions: int = 5, warm_up: int = 1
 ) -> tuple[LayerCost, ...]:
-    """Return the costs of each layer, for inputs of the size of a micro-batch.
+    """Measure the costs of each layer, for inputs of the size of a micro-batch.
 
-    Times differ from rank to rank: measure on one, and give all the same by `mpisgd.broadcast_object`.
-    Gradients of the parameters are dropped. Layers that change their input in place are measured on a copy.
+    Times differ between ranks: use those of one rank on all, by `mpisgd.broadcast_object`. Gradients of the
+    parameters are dropped. Layers that change their input in place get a copy of it.
 
     Args:
-        module: its layers come one after the other.
-        inputs: of the first layer.
-        repetitions: how many times each pass is measured; the median counts.
-        warm_up: how many more come before.
+        module: a sequence of layers.
+        inputs: inputs of the first layer.
+        repetitions: number of measurements of each pass, of which the median is used.
+        warm_up: number of passes before the first measurement.
 
     Raises:
-        InvalidArgument: `module` is no nn.Sequential.
+        InvalidArgument: `module` is not an nn.Sequential.
     """
     if not isinstance(module, nn.Sequential):
         raise InvalidArgument(
@@ -84,7 +84,7 @@ def measure_layers(
 
 
 def costs_table(layers: Sequence[LayerCost]) -> str:
-    """Return the costs as text."""
+    """Return the costs as a table of text."""
     lines = ["layer                     forward ms  backward ms  activation MB  parameter MB"]
     lines += [
         f"{each.name:24.24}  {1e3 * each.forward_s:10.3f}  {1e3 * each.backward_s:11.3f}  "

@@ -16,14 +16,15 @@ Tied = tuple[tuple[int, str], ...]  # of one parameter: (stage, name in its modu
 
 
 def split(module: nn.Sequential, parts: int | Sequence[int]) -> list[nn.Sequential]:
-    """Return the layers of a model in stages; layers keep their names, so state dicts of stages add up.
+    """Divide a model into stages; layers keep their names, so state dicts of stages can be joined.
 
     Args:
-        module: its layers come one after the other.
-        parts: how many stages, which get about as many parameters each; or how many layers each has.
+        module: a sequence of layers.
+        parts: number of stages, which get about equal numbers of parameters; or the number of layers of each
+            stage.
 
     Raises:
-        InvalidArgument: there are fewer layers than stages, or other than the sum of `parts`.
+        InvalidArgument: fewer layers than stages, or a number of layers other than the sum of `parts`.
     """
     if not isinstance(module, nn.Sequential):
         raise InvalidArgument(f"split: module is a {type(module).__name__}; expected an nn.Sequential")

@@ -30,13 +30,13 @@ __all__ = ["Partition", "PlannedStage", "partition"]
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Some layers in a row, on as many ranks as it has replicas.
+    """A stage: consecutive layers, on one or more ranks.
 
     Attributes:
-        layers: names.
-        replicas: number of ranks.
-        time_s: per micro-batch, by the formula above.
-        parameter_bytes: of its layers.
+        layers: names of the layers.
+        replicas: number of ranks that have it.
+        time_s: time per micro-batch.
+        parameter_bytes: bytes of its parameters.
     """
 
     layers: tuple[str, ...]
@@ -50,9 +50,9 @@ class Partition:
     """The stages of a model; prints as a table.
 
     Attributes:
-        stages: in order.
-        time_s: of the slowest stage or message, per micro-batch.
-        one_rank_s: of a rank that has all layers, per micro-batch.
+        stages: the stages in order.
+        time_s: time of the slowest stage or message, per micro-batch.
+        one_rank_s: time of a rank with all layers, per micro-batch.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -61,7 +61,7 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many ranks each stage has: the `replicas=` of a Pipeline."""
+        """The number of ranks of each stage, for `replicas=` of a Pipeline."""
         return tuple(stage.replicas for stage in self.stages)
 
     def split(self, module: nn.Sequential) -> list[nn.Sequential]:
@@ -87,16 +87,16 @@ class Partition:
 def partition(
     layers: Sequence[LayerCost], num_ranks: int, *, bandwidth: float | None = None, replicate: bool = True
 ) -> Partition:
-    """Return the stages that make the slowest one fastest.
+    """Divide layers into stages such that the slowest stage is as fast as possible.
 
     Args:
         layers: as `measure_layers` returns them; the same on all ranks.
-        num_ranks: all get something to do.
+        num_ranks: number of ranks; every rank gets a stage.
         bandwidth: bytes per second between two ranks; None: messages take no time.
-        replicate: whether a stage may have several ranks; else each rank is a stage of its own.
+        replicate: whether a stage may have several ranks; otherwise each rank has one stage.
 
     Raises:
-        InvalidArgument: there are fewer layers than stages, or a number is not positive.
+        InvalidArgument: fewer layers than stages, or a number that is not positive.
     """
     check_positive("partition", "num_ranks", num_ranks, whole=True)
     if bandwidth is not None:

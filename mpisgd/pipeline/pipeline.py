@@ -60,25 +60,29 @@ class Pipeline:
             loss = pipeline.step(inputs, targets)    # on ranks with the last stage, else None
         pipeline.flush()
 
-    The flushing schedules ("gpipe", "1f1b", "interleaved") give the gradients of no pipeline. "pipedream" and
-    "pipedream-2bw" never let a rank wait between steps, and update with gradients of older weights; see
-    `mpisgd.pipeline.PipeDream`. A stage returns a tensor or a tuple of tensors, the inputs of the next.
+    The flushing schedules ("gpipe", "1f1b", "interleaved") compute the gradients that one process computes.
+    With "pipedream" and "pipedream-2bw" no rank waits between steps, and updates use gradients of older
+    weights; see `mpisgd.pipeline.PipeDream`. A stage returns a tensor or a tuple of tensors, the inputs of
+    the next.
 
     Args:
-        stages: an nn.Sequential, which is divided by its numbers of parameters into one stage per rank (or as
-            `replicas` says); or a module per stage, as from `mpisgd.pipeline.split` or `Partition.split`; or
-            a function per stage that makes its module, called only where the stage is, so that no rank ever
-            has the whole model. More stages than ranks are divided among the ranks. Parameters that several
-            modules share are tied: they stay equal.
+        stages: an nn.Sequential, which is divided into one stage per rank (or as `replicas` requires) with
+            about equal numbers of parameters; or a module per stage, as from `mpisgd.pipeline.split` or
+            `Partition.split`; or a function per stage that makes its module and is called only on the ranks
+            of the stage, so that no rank has the whole model. If there are more stages than ranks, ranks have
+            several. Parameters that several modules share are tied: they stay equal.
         schedule: a name or a schedule of `mpisgd.pipeline`.
-        num_micro_batches: parts of each batch; it need not divide the number of rows.
-        loss: of the last stage's output and the targets of a micro-batch makes a tensor of one element.
-        optimizer: makes a torch optimizer of the parameters of a stage. None, with a flushing schedule:
-            `step` leaves the gradients, for clipping, say, and a step of one's own.
+        num_micro_batches: number of parts of each batch; the number of rows need not be a multiple of it.
+        loss: a function of the last stage's output and the targets of a micro-batch, which returns a tensor
+            of one element.
+        optimizer: a function that makes a torch optimizer from the parameters of a stage. None, with a
+            flushing schedule: `step` leaves the gradients in the parameters, for clipping and an optimizer
+            step in the program.
         replicas: ranks per stage, one number or one for each; they share the micro-batches. The first stage
             has the first ranks, and so on.
-        tied: where stages are given by functions, what is tied: for each parameter its (stage, name) pairs.
-        loss_reduction: "mean": `loss` is a mean over rows, a smaller micro-batch counts less; "sum".
+        tied: tied parameters, if stages are given by functions: for each parameter its (stage, name) pairs.
+        loss_reduction: "mean": `loss` is a mean over rows, so that a smaller micro-batch has less weight; or
+            "sum".
         checkpoint: keep the inputs and outputs of stages only, and compute forward again in backward
             (torch.utils.checkpoint).
         loss_on_all_ranks: whether `step` returns the loss everywhere, for which all wait.
@@ -91,8 +95,8 @@ class Pipeline:
         optimizers: of this rank's stages with parameters.
 
     Raises:
-        InvalidArgument: an argument is wrong on some rank; on all of them, before anything is opened.
-        CollectiveMismatch: the ranks' arguments differ; on all of them.
+        InvalidArgument: an argument is wrong on some rank; raised on all ranks.
+        CollectiveMismatch: the ranks' arguments differ; raised on all ranks.
 
     Cost: per micro-batch and connection one message of the activations, and one of their gradients.
     """
@@ -162,21 +166,21 @@ class Pipeline:
     def step(self, inputs: Any = None, targets: Any = None) -> float | None:
         """Train on a batch.
 
-        Collective. With a schedule that does not flush, this returns while backward passes of the batch are
-        still to be done, by later steps or `flush()`.
+        Collective. With a schedule that does not flush, some backward passes of the batch are left to later
+        steps or `flush()`.
 
         Args:
-            inputs: of the first stage, a tensor or a tuple of them, rows along dimension 0; used on its
-                ranks, each of which has the whole batch.
-            targets: of the loss, likewise on the ranks of the last stage.
+            inputs: inputs of the first stage, a tensor or a tuple of tensors, rows along dimension 0. Used on
+                the ranks of that stage, each of which passes the whole batch.
+            targets: targets of the loss, in the same way on the ranks of the last stage.
 
         Returns:
             The loss of the batch, before the update: on ranks with the last stage, or on all if
             `loss_on_all_ranks`; else None.
 
         Raises:
-            InvalidArgument: a batch does not fit; on all ranks, which can go on.
-            PipelineFailed: another rank has raised its own error. The pipeline is of no use then.
+            InvalidArgument: a batch does not fit; raised on all ranks, which can continue.
+            PipelineFailed: another rank has raised an error of its own. The pipeline cannot be used any more.
         """
         batch = self._next_batch(inputs, targets, trains=True)
         with self._telling_failures():
@@ -191,10 +195,10 @@ class Pipeline:
             return self._loss_of(batch)
 
     def flush(self) -> None:
-        """Do what is left of the last steps, until the pipeline is empty. Collective.
+        """Complete the last steps, until the pipeline is empty. Collective.
 
-        Before anything looks at the weights: `forward`, a checkpoint, the end. With a flushing schedule
-        nothing is left.
+        Call it before the weights are read: before `forward`, a checkpoint, and at the end. With a flushing
+        schedule it does nothing.
         """
         self._check_usable()
         if self._num_steps:
@@ -208,8 +212,7 @@ class Pipeline:
     def forward(self, inputs: Any = None) -> Any:
         """Return the model's output for a batch of any size, on the last stage's first rank; else None.
 
-        Collective; without gradients. Put the modules of `stages` into evaluation mode before, where
-        that makes a difference.
+        Collective; without gradients. Call `eval()` of the modules in `stages` before, if the model needs it.
 
         Raises:
             InvalidArgument: the pipeline is not empty; call `flush()` first. On all ranks.
@@ -228,9 +231,9 @@ class Pipeline:
         return joined([worker.outputs[number] for number in sorted(worker.outputs)])
 
     def close(self) -> None:
-        """Flush, and free what the pipeline communicates through; the modules stay. Collective.
+        """Flush, and free the communicators of the pipeline; the modules stay. Collective.
 
-        At the end of the job all pipelines are closed anyway.
+        At the end of the job all pipelines are closed automatically.
         """
         if self._unusable is None:
             self.flush()
@@ -248,16 +251,17 @@ class Pipeline:
         """Scale the gradients of all stages such that their norm is at most `max_norm`.
 
         Collective; with `optimizer=None`, after `step`. As `torch.nn.utils.clip_grad_norm_` with the
-        parameters of the whole model, each counted once. torch's own function knows those of this rank alone:
-        it divides by another norm on each rank, and tied parameters drift apart.
+        parameters of the whole model, each counted once. torch's own function has the parameters of this rank
+        only: it would divide by a different norm on each rank, and tied parameters would drift apart.
 
         Returns:
             The norm before, in float64, the same on all ranks.
 
         Raises:
-            InvalidArgument: found locally, before anything is sent; or the pipeline has optimizers, which
-                have used and reset the gradients when `step` returns.
-            RuntimeError: the norm is not finite, where that is asked for; on all ranks, nothing is scaled.
+            InvalidArgument: an invalid argument, found locally before anything is sent; or the pipeline has
+                optimizers, so that gradients are used and reset before `step` returns.
+            RuntimeError: with `error_if_nonfinite`, the norm is not finite; raised on all ranks, nothing is
+                scaled.
         """
         check_positive("clip_grad_norm_", "max_norm", max_norm)
         check_positive("clip_grad_norm_", "norm_type", norm_type)
@@ -286,23 +290,23 @@ class Pipeline:
 
     @property
     def versions_held(self) -> dict[int, int]:
-        """How many versions of the weights of this rank's stages there were at most at the same time."""
+        """The largest number of versions of the weights that each stage of this rank has kept at a time."""
         return {number: stage.weights.most_held for number, stage in self._stages.items()}
 
     # -- reports ----------------------------------------------------------------------------------------
 
     def plan(self, num_steps: int = 1) -> Plan:
-        """Return what all ranks do in so many steps; print it, or draw it."""
+        """Return the actions of all ranks in this many steps, to be printed or drawn."""
         return self.schedule.plan_of(self.shape, num_steps)
 
     def start_recording(self) -> None:
-        """Record from now on when each action begins and ends."""
+        """Record the begin and the end of each action from now on."""
         self._worker.recorded, self._num_recorded = [], 0
 
     def stop_recording(self) -> Recording:
         """Return the steps since `start_recording`, of all ranks. Collective.
 
-        The ideal timeline beside it is that of as many steps from an empty pipeline to an empty one.
+        The ideal timeline in it has the same number of steps, and begins and ends with an empty pipeline.
         """
         self._check_usable()
         recorded, self._worker.recorded = self._worker.recorded or [], None

@@ -20,18 +20,18 @@ __all__ = ["Recording", "gather_recording"]
 
 @dataclass(frozen=True)
 class Recording:
-    """The steps of a pipeline, measured and ideal.
+    """A recording of some steps of a pipeline, beside the ideal timeline.
 
     Attributes:
-        measured: in seconds since the first action.
-        ideal: the same actions if each took its stage's mean time, and messages none.
+        measured: measured times, in seconds since the first action.
+        ideal: the same actions with the mean time of their stage, and messages that take no time.
     """
 
     measured: PipelineTimeline
     ideal: PipelineTimeline
 
     def draw(self, path: str | Path) -> None:
-        """Draw both under each other into a file of matplotlib's formats; needs matplotlib."""
+        """Draw both below each other into a file in a format of matplotlib, which is needed."""
         draw(path, self.measured, self.ideal)
 
     def __str__(self) -> str:

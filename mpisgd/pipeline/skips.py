@@ -47,7 +47,7 @@ class Stash(nn.Module):
     """Return the input, and keep it for the `Pop` of the same name.
 
     Args:
-        name: of the connection, one in the whole model.
+        name: name of the connection, unique in the model.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,11 +62,11 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """Return the input joined with what the `Stash` of the same name has kept.
+    """Return the input joined with the tensor that the `Stash` of the same name has kept.
 
     Args:
-        name: of the connection.
-        join: of the input and the kept tensor makes the output; by default their sum.
+        name: name of the connection.
+        join: a function of the input and the kept tensor that returns the output; by default their sum.
     """
 
     def __init__(self, name: str, join: Callable[[Tensor, Tensor], Tensor] = torch.add) -> None:

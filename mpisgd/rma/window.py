@@ -27,29 +27,29 @@ __all__ = ["Window"]
 class Window:
     """Memory of each rank of a group for one-sided calls. Collective: all ranks of `group` make it.
 
-    On one host it is shared memory: a call is a copy, complete when it returns, and the other rank does
-    nothing for it. Between hosts it is MPI's one-sided communication with a passive target. MPI needs the
-    target's help where the network has no hardware for it; a thread of each rank gives it while a window
-    is open. Where MPI does not run at thread level MULTIPLE there is no such thread, and a call completes
-    when the target is in some operation.
+    On one host it is shared memory: a call is a copy, which is complete when the call returns, and the other
+    rank takes no part. Between hosts it is MPI's one-sided communication with a passive target. If the
+    network has no hardware for it, MPI needs the processor of the target; while a window is open, each rank
+    has a thread for that. Below the thread level MPI_THREAD_MULTIPLE there is no such thread, and a call
+    completes when the target is in some operation.
 
-    `put` and `get` are not atomic. `accumulate`, `fetch_and_op` and `compare_and_swap` are, element by
-    element, with regard to each other; on one host each call is as a whole. `lock` keeps other ranks that
-    take the lock out, and nothing else. The program's own loads and stores of `tensor` are ordered with what
-    others do by `fence`, `lock` and messages.
+    `put` and `get` are not atomic. `accumulate`, `fetch_and_op` and `compare_and_swap` are atomic for each
+    element with regard to each other; on one host each call is atomic as a whole. `lock` excludes only ranks
+    that take the lock, too. `fence`, `lock` and messages order the program's own loads and stores of `tensor`
+    with the calls of other ranks.
 
     A rank that is killed frees its memory and its locks on one host, and the window of the others goes on
     working there. Between hosts the loss of a rank ends it.
 
     Args:
-        tensor: its shape and dtype are those of this rank's memory, its values the first ones; on the CPU.
-            Shapes may differ between ranks, the dtype is the same. Any dtype can be put and got; arithmetic
-            is for those that can be reduced, between hosts for float32, float64, complex, int32 and int64.
+        tensor: gives the shape, the dtype and the first values of this rank's memory; on the CPU. Shapes may
+            differ between ranks, the dtype is the same. `put` and `get` take any dtype; arithmetic takes
+            those that can be reduced, between hosts float32, float64, complex, int32 and int64.
         group: the ranks, all of the job by default.
 
     Attributes:
         tensor: this rank's memory.
-        shapes: of the memory of each rank of the group, in its order.
+        shapes: the shape of each rank's memory, in the order of the group.
         group: as given.
 
     Raises:
@@ -102,7 +102,7 @@ class Window:
     def put(self, tensor: Tensor, dst: int, offset: int = 0) -> None:
         """Write `tensor` into the memory of rank `dst`.
 
-        Between hosts it is complete there after `flush`, `unlock` or `fence`.
+        Between hosts the write is complete after `flush`, `unlock` or `fence`.
 
         Args:
             tensor: of the window's dtype; may be used again when this returns.
@@ -204,8 +204,8 @@ class Window:
             timeout_s: how long to wait, instead of the group's limit.
 
         Returns:
-            -1; or the rank that was lost while it held the lock, on one host: what the lock protects may be
-            half written.
+            -1. On one host, if a rank was lost while it held the lock, that rank: what the lock protects may
+            then be half written.
 
         Raises:
             CollectiveTimeout: another rank has not given it back; says which.
@@ -229,13 +229,13 @@ class Window:
         return lost if lost < 0 else self.group.ranks[lost]
 
     def unlock(self, rank: int) -> None:
-        """Give the lock back; what this rank has written is complete then."""
+        """Release the lock; what this rank has written is complete then."""
         memory, place = self._target("Window.unlock", "rank", rank)
         memory.unlock(place)
 
     @contextlib.contextmanager
     def locked(self, rank: int) -> Iterator[None]:
-        """Hold the lock of the memory of `rank` meanwhile."""
+        """Hold the lock of the memory of `rank` within this context."""
         self.lock(rank)
         try:
             yield
@@ -243,12 +243,12 @@ class Window:
             self.unlock(rank)
 
     def flush(self, rank: int | None = None) -> None:
-        """Return when all that this rank has written to `rank`, None: to all, is complete there."""
+        """Wait until all writes of this rank to `rank` (None: to all ranks) are complete."""
         memory = self._usable("Window.flush")
         memory.flush(None if rank is None else self._target("Window.flush", "rank", rank)[1])
 
     def fence(self) -> None:
-        """Return when all that all ranks have written before is complete and visible. Collective."""
+        """Wait until all previous writes of all ranks are complete and visible. Collective."""
         memory = self._usable("Window.fence")
         memory.flush(None)
         self.group.queue.run(Operation("Window.fence"), memory.sync)
@@ -260,7 +260,7 @@ class Window:
     # -- what it is ---------------------------------------------------------------------------------
 
     def local(self, rank: int) -> Tensor | None:
-        """Return the memory of `rank` itself where it is on this host, flat; None where MPI is needed."""
+        """Return the memory of `rank` as a flat tensor if it is on this host; None if MPI is needed."""
         memory, place = self._target("Window.local", "rank", rank)
         return memory.local(place)
 
@@ -271,7 +271,7 @@ class Window:
 
     @property
     def ends_with_rank(self) -> bool:
-        """Whether the loss of a rank ends the window for the others: between hosts."""
+        """Whether the loss of a rank ends the window for the others, as it does between hosts."""
         return self._usable("Window").ends_with_rank
 
     def free(self) -> None:

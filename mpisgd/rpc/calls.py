@@ -29,14 +29,14 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
 ) -> Any:
-    """Call a function on another rank and return what it returns there.
+    """Call a function on another rank and return its result.
 
     Args:
         to: a worker's name, its rank, or its WorkerInfo.
         func: a function that the other rank can import, or an operator of torch.
         args: of the call.
-        kwargs: of the call.
-        timeout: in seconds; 0: none; by default that of `init_rpc`.
+        kwargs: keyword arguments.
+        timeout: in seconds; 0: no timeout; by default that of `init_rpc`.
 
     Raises:
         CollectiveTimeout: there is no answer in time.
@@ -44,7 +44,7 @@ def rpc_sync(
         InvalidArgument: there is no such worker; `func` cannot be called.
         NotInitialized: RPC does not run.
         UnsupportedTorch: an argument is an RRef, and RPC was started before in this process.
-        RuntimeError: the function has raised; with its error and the traceback there.
+        RuntimeError: the function has raised an error; has its text and its traceback.
     """
     call = _prepare("rpc_sync", to, func, args, kwargs)
     with _awaited(call, _limit_s(timeout)):
@@ -58,7 +58,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
 ) -> "Future":
-    """Call a function on another rank and return at once; the future's `wait()` does as `rpc_sync`."""
+    """Call a function on another rank and return a future at once; see `rpc_sync`."""
     call = _prepare("rpc_async", to, func, args, kwargs)
     future = Future(call, _limit_s(timeout))
     future.follow(available().rpc_async(to, func, args, kwargs, timeout))
@@ -72,7 +72,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
 ) -> Any:
-    """Call a function on another rank; what it returns stays there. Return at once with an RRef to it.
+    """Call a function on another rank, where its result stays; return at once with an RRef to the result.
 
     See `rpc_sync`; errors of the function come when the RRef is used. RRefs work with the first start of RPC
     in a process only; later this raises UnsupportedTorch.
@@ -83,13 +83,13 @@ def remote(
 
 
 def get_worker_info(worker_name: Any = None) -> Any:
-    """Return the WorkerInfo (`name`, and `id`: its rank) of a worker, by name or rank; None: of this one."""
+    """Return the WorkerInfo (`name`; `id`, its rank) of a worker, given by name or rank; None: this one."""
     _check_running("get_worker_info")
     return available().get_worker_info() if worker_name is None else _worker("get_worker_info", worker_name)
 
 
 class Future(torch.futures.Future[Any]):
-    """The answer of `rpc_async`: a future of torch's, whose `wait()` the stall monitor knows."""
+    """The future that `rpc_async` returns: torch's, with a `wait()` that stall reports show."""
 
     def __init__(self, call: Call, limit_s: float) -> None:
         super().__init__(devices=available()._get_current_rpc_agent()._get_backend_options().devices)
@@ -97,7 +97,7 @@ class Future(torch.futures.Future[Any]):
         self._limit_s = limit_s
 
     def follow(self, answer: "torch.futures.Future[Any]") -> None:
-        """Have the result, or the error, of torch's own future once that has it."""
+        """Take the result or the error of a future of torch when that is done."""
         number = add_outstanding(self._call)
 
         def settle(done: "torch.futures.Future[Any]") -> None:
@@ -110,7 +110,7 @@ class Future(torch.futures.Future[Any]):
         answer.add_done_callback(settle)
 
     def wait(self) -> Any:
-        """Return what the function has returned; raises as `rpc_sync` does."""
+        """Wait for the function's result and return it; raises the errors of `rpc_sync`."""
         with _awaited(self._call, self._limit_s):
             return super().wait()
 

@@ -35,25 +35,27 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Make this rank a worker: now all ranks can call functions on each other. Collective over the job.
+    """Make this rank a worker, so that all ranks can call functions on each other. Collective over the job.
 
-    As `torch.distributed.rpc.init_rpc`, without an address: the ranks find each other by MPI. On one host RPC
-    listens on loopback alone, between hosts on the interface towards rank 0. When this returns all ranks are
-    connected, and nobody else can connect any more. RPC ends with `shutdown()`, or with the job.
+    Works like `torch.distributed.rpc.init_rpc`, without an address: the ranks find each other by MPI. On one
+    host RPC listens on the loopback interface only, between hosts on the interface towards rank 0. When this
+    returns, all ranks are connected, and no other process can connect. RPC ends with `shutdown()`, or with
+    the job.
 
     Args:
-        name: of this worker, the same on no other rank; default `worker{rank}`.
-        backend: torch's BackendType.TENSORPIPE, or None for it.
-        rank: this rank's, or -1 for it.
-        world_size: the number of ranks of the job, or None for it.
+        name: the name of this worker, different on each rank; default `worker{rank}`.
+        backend: BackendType.TENSORPIPE of torch; None means the same.
+        rank: this process's rank; -1 means the same.
+        world_size: the number of ranks of the job; None means the same.
         rpc_backend_options: a `TensorPipeRpcBackendOptions` for `num_worker_threads`, `rpc_timeout` (default:
             the job's timeout), `device_maps` and `devices`; its address is not used.
 
     Raises:
         UnsupportedTorch: this torch was built without RPC.
         AlreadyInitialized: RPC runs already.
-        InvalidArgument: a name that is none or another rank's, a rank or size that is not the job's.
-        Unreachable: the ranks cannot connect. As the errors above, on every rank.
+        InvalidArgument: an invalid name or one that another rank has, or a rank or size that is not that of
+            the job.
+        Unreachable: the ranks cannot connect. All of these errors are raised on every rank.
 
     Cost: connects every rank with every rank; 8 file descriptors for each.
     """
@@ -70,19 +72,20 @@ def init_rpc(
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
-    """End RPC on this rank; do nothing where it does not run. Collective over the job if `graceful`.
+    """End RPC on this rank; do nothing if it does not run. Collective over the job if `graceful`.
 
-    A rank that has come to this still answers calls, and waits until all ranks have come and no call is under
-    way. `mpisgd.shutdown()` and the end of the program do the same.
+    A rank that has called this still answers calls. It waits until all ranks have called it and no call is in
+    progress. `mpisgd.shutdown()` and the end of the program do the same.
 
     Args:
-        graceful: False to end this rank's part at once; calls from and to it fail.
-        timeout: how many seconds to wait for the other ranks, counted from the last time that one of them
-            called this rank; default the job's timeout.
+        graceful: False: end at once; calls from and to this rank fail.
+        timeout: seconds to wait for the other ranks since the last call from one of them; default the job's
+            timeout.
 
     Raises:
-        CollectiveTimeout: a rank did not come, which the message names. RPC has ended on this rank.
-        Deadlock: a rank that this one waits for waits for this one.
+        CollectiveTimeout: a rank, which the message names, did not call it in time. RPC has ended on this
+            rank.
+        Deadlock: this rank and another one wait for each other.
     """
     _end(graceful, timeout)
 

@@ -20,19 +20,19 @@ AT_ONCE_S = 1e-3  # for a timeout of 0, with which only the last ranks pass
 def monitored_barrier(
     group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return once every rank of the group has called it; name those that do not come.
+    """Wait until every rank of the group has called it; the error names the ranks that have not.
 
-    What `torch.distributed.monitored_barrier` does in a group of this backend, with the same arguments. A
-    rank outside the group is warned and goes on.
+    `torch.distributed.monitored_barrier` calls this for groups of this backend, with the same arguments. A
+    rank outside the group gets a warning and returns.
 
     Args:
-        group: a process group of this backend; default the default group.
+        group: a process group of this backend; None: the default group.
         timeout: how long every rank waits, a number in seconds; default the group's timeout.
-        wait_all_ranks: whether group rank 0 names all ranks that did not come, or the first of them.
+        wait_all_ranks: True: group rank 0 names all missing ranks; False: the first one.
 
     Raises:
-        CollectiveTimeout: ranks did not come. The group cannot be used again.
-        InvalidArgument: the group is of another backend, or `timeout` is no time.
+        CollectiveTimeout: ranks are missing. The group cannot be used again.
+        InvalidArgument: a group of another backend, or an invalid `timeout`.
     """
     if distributed_c10d._rank_not_in_group(group):
         distributed_c10d._warn_not_in_group("monitored_barrier")

@@ -20,7 +20,7 @@ def bf16_compress(process_group: Any, bucket: dist.GradBucket) -> torch.futures.
 
     Args:
         process_group: to average over; None for the default group.
-        bucket: DDP's.
+        bucket: DDP's bucket of gradients.
     """
     group = process_group or distributed_c10d._get_default_group()
     buffer: Tensor = bucket.buffer()

@@ -38,7 +38,7 @@ class _Name:
 
 
 def register() -> None:
-    """Make `init_process_group("mpisgd")` and `init_method="mpi://"` known; the entry point calls this.
+    """Register the backend "mpisgd" and `init_method="mpi://"`; the entry point calls this.
 
     Starts no MPI. A second call does nothing.
     """

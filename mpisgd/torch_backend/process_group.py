@@ -56,14 +56,13 @@ _Base: Any = dist.ProcessGroup
 @with_profiler_events
 @with_short_forms
 class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
-    """The backend "mpisgd"; made by `init_process_group` and `new_group`, never directly.
+    """A process group of the backend "mpisgd"; made by `init_process_group` and `new_group` only.
 
-    Operations are issued in one order, in the group's queue: those that torch calls with `async_op=False` at
-    once, the others at once too where all ranks are there and share a host, else in the queue's thread.
-    `with_short_forms` sees to it that `opts` is None only in methods that have no short form.
+    Operations run in the order in which they are issued. With `async_op=False` they run at once. Asynchronous
+    ones run at once if all ranks have issued them and share a host, and otherwise in a thread of the group.
 
     Attributes:
-        mpisgd_group: what native calls take as `group=`.
+        mpisgd_group: the value for `group=` of mpisgd's own functions.
     """
 
     def __init__(self, group: Group, store: Any) -> None:
@@ -243,7 +242,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._track([irecv(tensor, peer, self.mpisgd_group, tag) for tensor in tensors], tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """Start receiving from whichever rank sends; the work's `_source_rank()` tells which did."""
+        """Start receiving from any rank; the work's `_source_rank()` returns the sender."""
         self._check_not_aborted()
         tensors = _listed(tensors)
         return self._track([irecv(tensor, None, self.mpisgd_group, tag) for tensor in tensors], tensors)
@@ -331,7 +330,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return False: tensors need no memory of a special kind."""
+        """Return False: tensors need no special memory."""
         return False
 
     # -- its limits and its end ------------------------------------------------------------------------
@@ -344,18 +343,18 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Give the group back; torch's `destroy_process_group` calls this. Collective over its members.
+        """Close the group; torch's `destroy_process_group` calls this. Collective over its members.
 
-        Where an operation has failed this rank waits for nobody: the others learn that it has left the group.
+        After a failed operation this rank does not wait; the others are told that it has left the group.
         """
         # Where mpisgd.shutdown() was quicker there is nothing to give back.
         if self.mpisgd_group in self.mpisgd_group.job.groups:
             close_group(self.mpisgd_group)
 
     def abort(self) -> None:
-        """End what this rank waits for in the group with an error, and let every later operation raise.
+        """End this rank's waits in the group with an error; every later operation raises.
 
-        From any thread. The other ranks learn that this one has left the group when they come to it.
+        May be called from any thread. The other ranks get an error at their next operation with this rank.
         """
         error = NotInitialized(f"{self!r} was aborted")
         self._aborted = self._aborted or error

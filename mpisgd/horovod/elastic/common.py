@@ -19,11 +19,11 @@ RETRIED = "mpisgd.horovod: elastic: back to the last commit, since an operation 
 
 
 class State:
-    """What a training function needs to start over.
+    """State from which a training function can start again. Base class.
 
     Args:
-        bcast_object: returns rank 0's object on every rank, as `hvd.broadcast_object`.
-        get_rank: as `hvd.rank`.
+        bcast_object: a function that returns rank 0's object on every rank, such as `hvd.broadcast_object`.
+        get_rank: a function that returns the rank, such as `hvd.rank`.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -35,37 +35,37 @@ class State:
         self._num_commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have functions called after every reset, before the state is made alike on all ranks."""
+        """Register functions that are called after every reset, before the state is broadcast."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to the ranks that there are now."""
+        """Adapt to the present ranks."""
         self._messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Take note that ranks come or go; the next check on rank 0 tells everyone. From any thread.
+        """Note that ranks are added or removed; the next check on rank 0 tells all ranks. From any thread.
 
         Args:
-            timestamp: what is not newer than the last one is ignored.
-            update_res: 1: some were removed, 2: added, 3: both.
+            timestamp: a call whose timestamp is not newer than the last one is ignored.
+            update_res: 1: ranks were removed, 2: added, 3: both.
         """
         self._messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, then check whether ranks come or go. Collective.
+        """Save, then check whether ranks are added or removed. Collective.
 
         Raises:
-            HostsUpdatedInterrupt: they do; on all ranks.
+            HostsUpdatedInterrupt: they are; raised on all ranks.
         """
         self.save()
         self._num_commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` on all ranks if rank 0 was told that ranks come or go. Collective."""
+        """Raise `HostsUpdatedInterrupt` on all ranks if rank 0 knows of a change of ranks. Collective."""
         latest, results = self._updated_at, 0
         while not self._messages.empty():
             timestamp, result = self._messages.get()
@@ -76,15 +76,15 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=results == REMOVED)
 
     def save(self) -> None:
-        """Remember everything as it is."""
+        """Save the present values."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Put everything back to what was last saved."""
+        """Restore the values that were saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make everything that of rank 0, and save it. Collective."""
+        """Broadcast the values of rank 0, and save them. Collective."""
         raise NotImplementedError
 
     def reset(self) -> None:

@@ -30,20 +30,22 @@ __all__ = ["run"]
 def run(
     func: Function | None = None, *, min_ranks: int = 1, max_ranks: int | None = None, regrow: bool = False
 ) -> Any:
-    """Let `func(state, ...)` start over when an operation fails or the ranks change.
+    """Make `func(state, ...)` start again when an operation fails or the ranks change.
 
-    Before every start the state is that of rank 0 on all ranks. After a `HorovodInternalError` it is first
-    put back to the last commit. Where that was the loss of a rank, those that are left are numbered anew, and
-    process sets of one's own are gone: a reset callback may add them again.
+    Before every start the state of rank 0 is broadcast. After a `HorovodInternalError` the last commit is
+    restored first. If a rank was lost, the remaining ranks are renumbered, and process sets that the program
+    has added are removed: a reset callback may add them again.
 
     Args:
         func: takes a `State` first.
-        min_ranks, max_ranks, regrow: as of `mpisgd.elastic.run`; of Horovod, `horovodrun` has such options.
+        min_ranks, max_ranks, regrow: as for `mpisgd.elastic.run`; in Horovod these are options of
+            `horovodrun`.
 
     Raises:
-        HorovodInternalError: from the function made: the same failure came again and again with no commit in
-            between, or a rank is lost and this MPI does not outlive that.
-        JobError: likewise: too few ranks are left, or this part of a cut network must not go on.
+        HorovodInternalError: from the decorated function: the same failure came several times without a
+            commit in between, or a rank was lost and this MPI is not fault tolerant.
+        JobError: from the decorated function: too few ranks are left, or this is the smaller part of a
+            partitioned network.
     """
     return elastic_function(FRONTEND, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
 

@@ -136,14 +136,14 @@ def _handler_for(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """Everything that is an argument is an attribute, and is saved, put back and made alike on all ranks.
+    """State whose keyword arguments become attributes that are saved, restored and broadcast.
 
-    Modules, optimizers, schedulers, scalers and `ElasticSampler`s through their state dicts, what has a
-    handler of one's own through that, and everything else as a plain object, which is copied and pickled.
+    Modules, optimizers, schedulers, scalers and `ElasticSampler`s are saved through their state dicts,
+    objects with a handler of your own through that, and other values by copies and pickles.
 
     Args:
-        model, optimizer: of the training; None where there is none, or where they have other names.
-        kwargs: more of them.
+        model, optimizer: those of the training; None if there is none, or if it has another name in `kwargs`.
+        kwargs: further attributes.
     """
 
     _handlers: dict[str, StateHandler]
@@ -170,19 +170,19 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Put everything back to what was last saved."""
+        """Restore the values that were saved last."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Make everything that of rank 0, and save it. Collective."""
+        """Broadcast the values of rank 0, and save them. Collective."""
         for handler in self._handlers.values():
             handler.sync()
             handler.save()
         super().sync()
 
     def reset(self) -> None:
-        """Let samplers share out anew what is left."""
+        """Let samplers divide the remaining indices among the present ranks."""
         for handler in self._handlers.values():
             handler.reset()

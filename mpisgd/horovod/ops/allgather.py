@@ -33,14 +33,14 @@ __all__ = [
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to gather everyone's `tensor`; the handle's result is [rows of all ranks, ...].
+    """Start to gather `tensor` of all ranks; the handle's result is [rows of all ranks, ...].
 
     Args:
-        tensor: [rows of this rank, ...]; dtype and other dimensions are alike on all members.
-        name, process_set: as of `allreduce_async`.
+        tensor: [rows of this rank, ...]; dtype and the other dimensions are the same on all members.
+        name, process_set: as for `allreduce_async`.
 
     Raises:
-        ValueError: no dimension, a name that is pending, a process set this rank is not in.
+        ValueError: a tensor without dimensions, a name that is pending, or a process set without this rank.
         HorovodInternalError: from `synchronize`: the members differ in dtype or in other dimensions.
     """
     return _start([as_tensor("allgather", tensor)], name, process_set, lambda gathered: gathered[0])
@@ -49,7 +49,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to gather several tensors, which run together; see `allgather_async`."""
+    """Start to gather several tensors in one operation; see `allgather_async`."""
     return _start(as_tensors("allgather", tensors), name, process_set, list)
 
 
@@ -73,14 +73,14 @@ def _start(
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return everyone's rows, with a gradient; see `allgather_async`."""
+    """Return the rows of all ranks; differentiable. See `allgather_async`."""
     return HorovodAllgather.apply(as_tensor("allgather", tensor), name, process_set)
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Return everyone's rows of several tensors, with gradients; see `allgather_async`."""
+    """Return the rows of all ranks of several tensors; differentiable. See `allgather_async`."""
     checked = as_tensors("allgather", tensors)
     return list(HorovodGroupedAllgather.apply(name, process_set, *checked))  # type: ignore[no-untyped-call]
 

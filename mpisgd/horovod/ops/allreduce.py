@@ -75,15 +75,15 @@ def allreduce_async(
 
     Args:
         tensor: of the same shape and dtype on all members; leave it alone until `synchronize`.
-        average: older spelling of op=Average or op=Sum.
-        name: under which the members' calls find each other; by default the calls are counted.
-        op: Average unless told otherwise. Averages of integers are cut off toward zero.
-        prescale_factor: multiplied before the reduction.
-        postscale_factor: multiplied after it.
-        process_set: who takes part.
+        average: older form of op=Average or op=Sum.
+        name: identifies the operation on all members; by default a running number.
+        op: default Average. Averages of integers are truncated toward zero.
+        prescale_factor: factor before the reduction.
+        postscale_factor: factor after the reduction.
+        process_set: the ranks that take part.
 
     Raises:
-        ValueError: a name that is pending already, a process set this rank is not in.
+        ValueError: a name that is pending, or a process set without this rank.
         HorovodInternalError: from `synchronize`: the members gave different shapes, dtypes or options.
     """
     factors = (prescale_factor, postscale_factor)
@@ -118,7 +118,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Return the combination of everyone's `tensor`, with a gradient; see `allreduce_async`."""
+    """Return the combination of `tensor` of all ranks; differentiable. See `allreduce_async`."""
     options = (average, name, op, prescale_factor, postscale_factor, process_set)
     tensors = [as_tensor("allreduce", tensor)]
     return compressed(HorovodGroupedAllreduce, "allreduce", tensors, compression, options)[0]
@@ -133,7 +133,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start to combine several tensors, which run together; the handle's result is a list of new tensors."""
+    """Start to combine several tensors in one operation; the handle's result is a list of new tensors."""
     given, factors = as_tensors("allreduce", tensors), (prescale_factor, postscale_factor)
     return _start(given, average, name, op, factors, process_set, grouped=True)
 
@@ -166,7 +166,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Return the combinations of several tensors, with gradients; see `grouped_allreduce_async`."""
+    """Return the combinations of several tensors; differentiable. See `grouped_allreduce_async`."""
     options = (average, name, op, prescale_factor, postscale_factor, process_set)
     given = as_tensors("allreduce", tensors)
     return compressed(HorovodGroupedAllreduce, "allreduce", given, compression, options)

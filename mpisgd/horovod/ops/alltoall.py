@@ -24,19 +24,19 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start to hand rows of `tensor` to every member.
+    """Start to send rows of `tensor` to every member.
 
     Args:
-        tensor: [rows, ...]; dtype and other dimensions are alike on all members.
-        splits: how many rows each member gets, in order of rank; default the same for all.
-        name, process_set: as of `allreduce_async`.
+        tensor: [rows, ...]; dtype and the other dimensions are the same on all members.
+        splits: number of rows for each member, in rank order; by default equal parts.
+        name, process_set: as for `allreduce_async`.
 
     Returns:
-        A handle of what was received, one member's rows after the other's; with `splits`, of the pair of that
-        and the numbers of rows received.
+        A handle. Its result is the received rows in rank order; with `splits`, a pair of these and the
+        numbers of received rows.
 
     Raises:
-        ValueError: splits that do not fit, before anything is sent.
+        ValueError: invalid splits; before anything is sent.
         HorovodInternalError: from `synchronize`: the members differ in dtype or in other dimensions.
     """
     return _start(tensor, splits, name, process_set, with_counts=splits is not None)
@@ -94,10 +94,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the rows that every member has for this one, with a gradient; see `alltoall_async`.
+    """Return the rows that all members send to this one; differentiable. See `alltoall_async`.
 
     Returns:
-        The rows; with `splits`, the pair of them and the numbers of rows received from each member.
+        The rows; with `splits`, a pair of the rows and the number of rows received from each member.
     """
     received, counts = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return received if splits is None else (received, counts)

@@ -35,12 +35,12 @@ def _start(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to copy the root's `tensor` to everyone; the handle's result is a new tensor.
+    """Start to copy the root's `tensor` to all ranks; the handle's result is a new tensor.
 
     Args:
         tensor: of the same shape and dtype on all members; unchanged.
-        root_rank: rank of the job, in a smaller process set too.
-        name, process_set: as of `allreduce_async`.
+        root_rank: a rank of the job, also in a smaller process set.
+        name, process_set: as for `allreduce_async`.
 
     Raises:
         ValueError: a root outside the process set, a name that is pending.
@@ -53,7 +53,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start to copy the root's `tensor` into everyone's; see `broadcast_async`."""
+    """Start to copy the root's `tensor` into that of all ranks; see `broadcast_async`."""
     own = as_tensor("broadcast", tensor).detach()
     return _start(own, own, root_rank, name, process_set, tensor)
 
@@ -65,7 +65,7 @@ broadcast_ = synchronous("broadcast_", broadcast_async_)
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return the root's `tensor` on every rank, with a gradient; see `broadcast_async`."""
+    """Return the root's `tensor` on every rank; differentiable. See `broadcast_async`."""
     result: Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return result
 

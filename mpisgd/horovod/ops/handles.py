@@ -33,7 +33,7 @@ def poll(handle: int) -> bool:
     """Return whether `synchronize` would return at once.
 
     Raises:
-        ValueError: nobody knows this handle.
+        ValueError: an unknown handle.
     """
     found = _entries.get(handle) if isinstance(handle, int) else None
     if found is None:
@@ -51,7 +51,7 @@ def synchronize(handle: Any) -> Any:
 
     Raises:
         HorovodInternalError: the operation failed, on all its ranks.
-        ValueError: this is no handle.
+        ValueError: not a handle.
     """
     if callable(handle):
         return handle()

@@ -61,16 +61,16 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start to combine `tensor` over the members; the handle's result is this rank's rows of it.
+    """Start to combine `tensor` over the members; the handle's result is this rank's rows.
 
     Args:
-        tensor: [rows, ...], of the same shape and dtype on all members. Where the rows cannot be shared
-            equally, the first ranks get one more.
+        tensor: [rows, ...], of the same shape and dtype on all members. If the rows do not divide evenly, the
+            first ranks get one more.
         op: Average or Sum.
-        name, process_set, prescale_factor, postscale_factor: as of `allreduce_async`.
+        name, process_set, prescale_factor, postscale_factor: as for `allreduce_async`.
 
     Raises:
-        ValueError: no dimension, a name that is pending, a process set this rank is not in.
+        ValueError: a tensor without dimensions, a name that is pending, or a process set without this rank.
         HorovodInternalError: another op; from `synchronize`: the members gave different shapes or options.
     """
     factors = (prescale_factor, postscale_factor)
@@ -85,7 +85,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start to reduce and scatter several tensors, which run together; see `reducescatter_async`."""
+    """Start to reduce and scatter several tensors in one operation; see `reducescatter_async`."""
     factors = (prescale_factor, postscale_factor)
     return _start(as_tensors("reducescatter", tensors), name, op, process_set, factors, list)
 
@@ -99,7 +99,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the combination, with a gradient; see `reducescatter_async`."""
+    """Return this rank's rows of the combination; differentiable. See `reducescatter_async`."""
     options = (name, op, process_set, prescale_factor, postscale_factor)
     tensors = [as_tensor("reducescatter", tensor)]
     return compressed(HorovodGroupedReducescatter, "reducescatter", tensors, compression, options)[0]
@@ -114,7 +114,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Return this rank's rows of several combinations, with gradients; see `reducescatter_async`."""
+    """Return this rank's rows of several combinations; differentiable. See `reducescatter_async`."""
     options = (name, op, process_set, prescale_factor, postscale_factor)
     given = as_tensors("reducescatter", tensors)
     return compressed(HorovodGroupedReducescatter, "reducescatter", given, compression, options)

@@ -20,11 +20,11 @@ __all__ = ["sparse_allreduce_async", "sparse_dims_sent_by_others"]
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start to combine everyone's sparse `tensor`.
+    """Start to combine the sparse `tensor` of all ranks.
 
     Args:
         tensor: COO, of the same shape, dtype and number of sparse dimensions on all members; unchanged.
-        name: under which the members' calls find each other.
+        name: identifies the operation on all members.
         op: Average or Sum.
         process_set: who takes part.
 

@@ -16,17 +16,17 @@ __all__ = ["Auto"]
 
 @dataclass(frozen=True)
 class Auto(Compressor):
-    """Measure some compressors on gradients of the model's shapes, and take the first that clearly pays.
+    """Measure some compressors on gradients of the model's shapes, and choose one.
 
-    `DistributedOptimizer(compression="auto")` does so when it is made, and one rank prints what was measured
-    and chosen. Whether the time of the reductions can be hidden behind backward is not known then:
-    `python -m mpisgd bench compression` measures whole steps.
+    `DistributedOptimizer(compression="auto")` measures when it is made; one rank prints the times and the
+    choice. Only reductions are measured, not what overlaps with backward: `python -m mpisgd bench
+    compression` measures whole steps.
 
     Attributes:
-        candidates: the one that changes gradients least comes first. Those by default are known to keep the
-            accuracy of small models within a point; see docs/concepts/compression.md.
-        max_time_ratio: a candidate is preferred to those before it if its reductions take at most so much of
-            the time of theirs.
+        candidates: in order, the one that changes gradients least first. With the default ones small models
+            kept their accuracy within a percentage point; see docs/concepts/compression.md.
+        max_time_ratio: a candidate is preferred to those before it if its time is at most this share of
+            theirs.
 
     Raises:
         InvalidArgument: at construction.
@@ -62,7 +62,7 @@ class Auto(Compressor):
         )
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
-        """Refuse: what reduces is made by the candidate that is chosen.
+        """Raise: the chosen candidate makes the reducers.
 
         Raises:
             InvalidArgument: always.

@@ -90,10 +90,10 @@ class CastReducer(SumReducer):
 
 
 class Compression:
-    """The choices for `DistributedOptimizer(compression=...)` that only cast.
+    """The casts for `DistributedOptimizer(compression=...)`.
 
-    `none`; `fp16`, for gradients within float16's range (beyond 65,504 they become inf, which a GradScaler
-    notices); `bf16`, float32's range with 8 bits of precision.
+    `none`: no compression; `fp16`: float16, whose range ends at 65,504 (larger gradients become infinite,
+    which a GradScaler detects); `bf16`: the range of float32 with 8 bits of precision.
     """
 
     none = Cast("none")

@@ -34,8 +34,8 @@ __all__ = ["DeepGradient", "DeepGradientReducer", "MomentumCorrection", "clip_ea
 class DeepGradient(WideCompressor):
     """Deep gradient compression: top-k with momentum correction, factor masking, clipping and warm-up.
 
-    The momentum is here, and not in the wrapped optimizer: give it `torch.optim.SGD(momentum=0)`. One with a
-    momentum of its own is refused, and so are strategies that average parameters.
+    The compressor has the momentum, so wrap `torch.optim.SGD(momentum=0)`. An optimizer with a momentum of
+    its own, and strategies that average parameters, raise an error.
 
         g_i = g_i min(1, c / (sqrt(N) |g_i|))  local clipping of each parameter's gradient, if asked for
         u_i = beta u_i + g_i                   velocity of rank i (momentum correction)
@@ -45,16 +45,16 @@ class DeepGradient(WideCompressor):
         u_i = 0 where something was sent       (momentum factor masking)
         g   = mean of s_i over the N ranks     (or the sum, with op=SUM)
 
-    With ratio=1 everything is sent and the velocity is always 0: that is SGD without momentum. So is training
-    in a group of one rank, which sends nothing.
+    With ratio=1 everything is sent and the velocity is always 0, so that training is SGD without momentum.
+    The same holds in a group of one rank, which sends nothing.
 
     Attributes:
         ratio: k / n, above 0 and up to 1; at least one element of each parameter travels.
         momentum: beta, 0 up to 1.
-        nesterov: whether what is sent looks one step ahead.
-        warmup_steps: in so many first steps more is sent: at first `warmup_ratio`, then exponentially less.
-            The paper's epochs of 25 %, 6.25 %, 1.56 %, 0.4 % and then 0.1 % are four of this.
-        warmup_ratio: above 0 and up to 1; the ratio is never below `ratio`.
+        nesterov: Nesterov momentum.
+        warmup_steps: number of steps in which the ratio falls exponentially from `warmup_ratio` to `ratio`.
+            In the paper these are four epochs: 25 %, 6.25 %, 1.56 % and 0.4 %, then 0.1 %.
+        warmup_ratio: the ratio of the first step, above 0 and up to 1.
         clip_norm: c, the largest norm of the sum of the ranks' gradients of a parameter; None: no clipping.
 
     Raises:
@@ -103,7 +103,7 @@ class DeepGradient(WideCompressor):
         return float(self.warmup_ratio * (self.ratio / self.warmup_ratio) ** (step / self.warmup_steps))
 
     def wide_reducer(self, layout: BucketLayout) -> "DeepGradientReducer":
-        """Return what corrects, selects and sends a bucket."""
+        """Return the reducer, which corrects, selects and sends elements of a bucket."""
         return DeepGradientReducer(layout, self)
 
     def paper(self) -> Paper[Any]:

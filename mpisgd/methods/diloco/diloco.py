@@ -48,22 +48,24 @@ NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 @dataclass(frozen=True)
 class DiLoCo(Strategy):
-    """Ranks train by themselves; every `sync_every` steps an outer optimizer takes the mean of their changes.
+    """Ranks train independently; every `sync_every` steps an outer optimizer applies their mean change.
 
-    The wrapped optimizer is the inner one; each rank keeps its own state of it. Every rank takes the same
-    outer step, on a copy of the parameters, with a state of its own.
+    The wrapped optimizer is the inner one, with separate state on each rank. The outer step is the same on
+    every rank: it acts on a copy of the parameters, and its state is kept on every rank.
 
     Args:
         sync_every: steps from one outer step of a parameter to the next.
         outer_optimizer: class of the outer optimizer, any of torch's that needs no closure.
-        outer_options: what it is made with; for SGD by default lr=0.7, momentum=0.9, nesterov=True.
-        fragments: parts into which the parameters are divided, of about as many bytes, in the order of the
-            optimizer, each of at least one; part f is synchronised f * sync_every / fragments steps after
-            the first. Parameters that are added later are a part of their own.
-        overlap_steps: steps that ranks take while the mean is under way; fewer than `sync_every`.
-        overlap_alpha: which share of what they have by then ranks keep; 0 drops these steps.
+        outer_options: its arguments; for SGD by default lr=0.7, momentum=0.9, nesterov=True.
+        fragments: number of parts into which the parameters are divided, of about equal bytes, in the order
+            of the optimizer; part f is synchronized f * sync_every / fragments steps after the first. Each
+            part has at least one parameter. Parameters that are added later form a part of their own.
+        overlap_steps: number of steps that the ranks take while the mean is being computed; less than
+            `sync_every`.
+        overlap_alpha: the weight of the parameters after these steps when they are mixed with the result of
+            the outer step; 0 discards the steps.
 
-    Module buffers (`named_buffers`) take their mean whenever the first fragment is synchronised.
+    Module buffers (`named_buffers`) are averaged whenever the first fragment is synchronized.
     """
 
     sync_every: int = 100
@@ -107,10 +109,10 @@ class DiLoCo(Strategy):
 
     @classmethod
     def slow_momentum(cls, sync_every: int, *, momentum: float = 0.5, lr: float = 1.0) -> "DiLoCo":
-        """Return SlowMo (Wang et al. 2020) as a case of this: outer SGD with momentum, not Nesterov's.
+        """Return SlowMo (Wang et al. 2020), which is DiLoCo with plain momentum in the outer SGD.
 
-        Its buffer is that of the paper times the inner learning rate, which makes no difference while that
-        stays as it is.
+        The momentum buffer is that of the paper times the inner learning rate; this makes no difference as
+        long as the learning rate is constant.
 
         Args:
             sync_every: tau of the paper.
@@ -121,7 +123,7 @@ class DiLoCo(Strategy):
 
     @property
     def chosen_options(self) -> Mapping[str, Any]:
-        """What the outer optimizer is made with."""
+        """The arguments of the outer optimizer, defaults included."""
         if self.outer_options is None:
             return NESTEROV if self.outer_optimizer is torch.optim.SGD else {}
         return self.outer_options
@@ -130,7 +132,7 @@ class DiLoCo(Strategy):
         """Return the outer optimizer of `params`.
 
         Raises:
-            InvalidArgument: it does not take `outer_options`.
+            InvalidArgument: its class does not accept `outer_options`.
         """
         options = self.outer_options
         if options is not None and not isinstance(options, Mapping):
@@ -155,7 +157,7 @@ class DiLoCo(Strategy):
         """See `Strategy.check`.
 
         Raises:
-            InvalidArgument: also where there are fewer parameters than fragments.
+            InvalidArgument: also if there are fewer parameters than fragments.
         """
         super().check(training)
         number = len(training.named)
@@ -166,7 +168,7 @@ class DiLoCo(Strategy):
             )
 
     def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
-        """Return what takes the outer steps."""
+        """Return the working part, which takes the outer steps."""
         return DiLoCoSynchronizer(training, self)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:

@@ -46,22 +46,22 @@ BETA = 0.9  # p * alpha, as in the paper's experiments
 
 @dataclass(frozen=True)
 class ElasticAveraging(Strategy):
-    """Ranks train locally; an elastic force pulls their parameters and a common centre together.
+    """Ranks train independently; an elastic force pulls their parameters and a common centre together.
 
-    The centre is the result of the training: `optimizer.consensus()` puts it in place of the parameters. All
-    ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
-    buffers (`named_buffers`) have no centre: they take their mean at each exchange.
+    The centre is the result of the training: inside `optimizer.consensus()` it replaces the parameters. All
+    ranks exchange at the same steps, so every rank keeps a copy of the centre, and no server is needed.
+    Module buffers (`named_buffers`) have no centre: they are averaged at each exchange.
 
-    The force acts on the updated parameters, as in torch-distlearn. In the paper's synchronous and
-    asynchronous forms force and gradient are both of the parameters before the update.
+    The force is computed from the updated parameters, as in torch-distlearn. In the paper, force and gradient
+    are both computed from the parameters before the update.
 
-    A compressor with error feedback takes two further copies of the parameters. One without it must not add
+    A compressor with error feedback needs two further copies of the parameters. One without it must not add
     more noise than the force removes: with E |C(d) - d|^2 = w |d|^2, the centre diverges from all ranks
     unless p alpha < 2 / (1 + w). With `RandomK(ratio, error_feedback=False)` that is 2 ratio.
 
     Args:
-        alpha: the elastic force; by default 0.9 / number of ranks. More than 1 / number of ranks does not
-            converge, and is refused.
+        alpha: the strength of the elastic force; by default 0.9 / number of ranks. More than 1 / number of
+            ranks does not converge, and raises an error.
         every: steps from one exchange to the next.
     """
 
@@ -91,7 +91,7 @@ class ElasticAveraging(Strategy):
         """See `Strategy.check`.
 
         Raises:
-            InvalidArgument: also where the centre would overshoot.
+            InvalidArgument: also if `alpha` is so large that the centre diverges.
         """
         super().check(training)
         size = training.group.size
@@ -101,7 +101,7 @@ class ElasticAveraging(Strategy):
             )
 
     def synchronizer(self, training: Training) -> "ElasticAveragingSynchronizer":
-        """Return what draws the parameters and the centre together."""
+        """Return the working part, which moves the parameters and the centre."""
         return ElasticAveragingSynchronizer(training, self)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:

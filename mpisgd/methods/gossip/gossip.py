@@ -47,25 +47,27 @@ _printed: set[str] = set()
 
 @dataclass(frozen=True)
 class Gossip(Strategy):
-    """Every rank has a model of its own, and mixes it with those of its neighbours in a graph.
+    """Every rank has its own model, and averages it with those of its neighbours in a graph.
 
     Attributes:
         topology: a name ("ring", "torus", "hypercube", "exponential", "one_peer_exponential", "star",
-            "complete", "random_pairs"), a graph of `mpisgd.gossip`, or a mixing matrix; kept as a graph. All
-            but matrices have the weights of Metropolis and Hastings, 1 / (neighbours + 1) on regular graphs.
-        style: "adapt_then_combine", the update and then the mean with the neighbours; "combine_then_adapt",
-            D-PSGD, the update by the gradient from before the mean; "push_sum", SGP, for matrices of which
-            only the columns sum to 1; "asynchronous", AD-PSGD, where pairs of neighbours average while the
-            ranks compute, and nobody waits.
+            "complete", "random_pairs"), a graph of `mpisgd.gossip`, or a mixing matrix; kept as a graph.
+            Graphs have Metropolis-Hastings weights: 1 / (neighbours + 1) if all ranks have the same number of
+            neighbours.
+        style: "adapt_then_combine": first the update, then the mean with the neighbours; "combine_then_adapt"
+            (D-PSGD): the gradient is that of the parameters before the mean; "push_sum" (SGP): for matrices
+            whose columns sum to 1, and whose rows need not; "asynchronous" (AD-PSGD): pairs of neighbours
+            average while the ranks compute, and no rank waits.
         every: steps from one exchange with the neighbours to the next.
-        consensus_step: with a compression that leaves something out, how far ranks go towards their mean,
-            above 0 and up to 1: the less travels, the less it must be; 0.3 with a tenth of the elements, say.
+        consensus_step: with a compression that leaves elements out, how far ranks move towards their mean in
+            a step, above 0 and up to 1. The less is sent, the smaller it must be: 0.3 for a tenth of the
+            elements, for example.
 
-    `compression` may be a cast, or, with "adapt_then_combine" and a topology that does not change, a
-    compressor such as `TopK` or `OneBit`, whose error feedback is that of the method: see `compressed`.
+    `compression` may be a cast. With "adapt_then_combine" and a topology that is the same in every step it
+    may also be a compressor such as `TopK` or `OneBit` (CHOCO-SGD), which then needs a `consensus_step`.
 
-    The ranks' models differ, and `optimizer.consensus()` has their mean, to evaluate or to save it. Module
-    buffers (`named_buffers`) are mixed as parameters are.
+    The ranks' models differ. Inside `optimizer.consensus()` each is replaced by their mean, to evaluate or to
+    save it. Module buffers (`named_buffers`) are averaged as parameters are.
 
     Raises:
         InvalidArgument: found locally, before anything is sent.
@@ -104,11 +106,11 @@ class Gossip(Strategy):
         return self.topology
 
     def spectral_gap(self, size: int) -> float:
-        """Return by which share the differences between `size` ranks shrink when they mix."""
+        """Return the share by which a step reduces the differences between `size` ranks."""
         return self.graph.spectral_gap(size)
 
     def check_size(self, size: int) -> None:
-        """Raise InvalidArgument where so many ranks would not come to the mean."""
+        """Raise InvalidArgument if this number of ranks would not converge to their mean."""
         self.graph.check_mixing(NAME, size, doubly=STYLES[self.style].doubly)
 
     @property
@@ -142,7 +144,7 @@ class Gossip(Strategy):
         return f"consensus_step={self.consensus_step} goes with a compression that leaves something out"
 
     def check(self, training: Training) -> None:
-        """Raise where the graph, or MPI, does not fit."""
+        """Raise if the graph does not fit the ranks, or if MPI lacks what the style needs."""
         super().check(training)
         size, compression = training.group.size, training.options.compression
         if self.consensus_step is not None and self.graph.num_phases(size) != 1:
@@ -158,7 +160,7 @@ class Gossip(Strategy):
         self.check_size(size)
 
     def synchronizer(self, training: Training) -> Synchronizer:
-        """Return what mixes; the first rank prints the spectral gap, once."""
+        """Return the working part; the first rank prints the spectral gap, once."""
         size = training.group.size
         if training.group.rank == 0 and 1 < size <= MAX_SIZE_OF_GAP:
             text = f"{self!r} of {size} ranks: spectral gap {self.spectral_gap(size):.4g}"

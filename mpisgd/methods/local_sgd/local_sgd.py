@@ -46,24 +46,25 @@ MEAN = "mean"
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Ranks train by themselves; every `sync_every` steps their parameters become the mean of all.
+    """Ranks train independently; every `sync_every` steps their parameters are averaged.
 
-    Between two such steps nothing is sent: on average a step sends 1 / sync_every of what a synchronous one
-    does. Each rank keeps its own optimizer state, such as momentum, unless `average_state` is set.
+    Nothing is sent in the steps between, so that a step sends on average 1 / sync_every of what synchronous
+    SGD sends. Each rank keeps its own optimizer state, such as momentum, unless `average_state` is set.
 
     Args:
         sync_every: steps from one mean to the next; 1: synchronous SGD, for plain SGD.
-        warmup_steps: so many synchronous steps come first.
-        hierarchy: instead of `sync_every`, `{"host": 4, "job": 32}`: a mean over each host's ranks every 4
-            steps, over all ranks every 32, which must be a multiple.
-        average_state: whether the floating-point state of the optimizer is averaged with the parameters.
-            Where some ranks have none of a parameter yet, which had no gradient there, it counts as zero, and
-            they get that of the others.
-        growth: what each period is multiplied by, and rounded up, for the next one; at least 1.
-        max_sync_every: the longest period, if they grow.
+        warmup_steps: number of synchronous steps at the beginning.
+        hierarchy: instead of `sync_every`; `{"host": 4, "job": 32}` averages over the ranks of each host
+            every 4 steps and over all ranks every 32 steps. The second number must be a multiple of the
+            first.
+        average_state: whether the floating-point state of the optimizer is averaged with the parameters. If a
+            rank has no state of a parameter yet, since the parameter had no gradient there, its state counts
+            as zero, and it gets the mean, too.
+        growth: factor from one period to the next, which is rounded up; at least 1.
+        max_sync_every: the longest period, with `growth` above 1.
 
-    Compression applies to the difference from the mean before; that takes a copy of the parameters. Module
-    buffers (`named_buffers`) take their mean with the parameters, and are never compressed.
+    Compression applies to the change since the last mean, and needs a copy of the parameters. Module buffers
+    (`named_buffers`) are averaged together with the parameters, and never compressed.
     """
 
     sync_every: int | None = None
@@ -127,14 +128,14 @@ class LocalSGD(Strategy):
         return int(min(math.ceil(period * self.growth), longest))
 
     def period_after(self, num_means: int) -> int:
-        """Return the period that follows so many means over all ranks."""
+        """Return the period after this number of means over all ranks."""
         period = self.period
         for _ in range(num_means if self.growth > 1 else 0):
             period = self.next_period(period)
         return period
 
     def is_due_on_host(self, since_mean: int) -> bool:
-        """Return whether the ranks of a host take their mean now, so many steps after that of all."""
+        """Return whether a host's ranks average now, this many steps after the mean over all ranks."""
         return self.hierarchy is not None and since_mean % self.hierarchy["host"] == 0
 
     @property
@@ -145,7 +146,7 @@ class LocalSGD(Strategy):
         return replace(LOCAL_STEPS, compression=compression, uneven_data=uneven)
 
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
-        """Return what averages the parameters. Collective."""
+        """Return the working part, which averages the parameters. Collective."""
         return LocalSGDSynchronizer(training, self)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:

@@ -26,7 +26,7 @@ CHUNK_NUMEL = 2**16  # stays in cache from one pass to the next
 
 @dataclass(frozen=True)
 class Natural(WideCompressor):
-    """Elements are rounded to one of the two powers of two next to them, at random without bias.
+    """Rounds each element to one of the two adjacent powers of two, at random and without bias.
 
     For 2^a <= |t| <= 2^(a + 1)
 
@@ -34,12 +34,12 @@ class Natural(WideCompressor):
              = sign(t) 2^(a + 1)               else
         g    = mean of C(g_i) over the ranks   (or the sum, with op=SUM)
 
-    The expectation of C(t) is t, and its variance at most t^2 / 8. Sign and exponent travel: 9 bits of a
+    The expectation of C(t) is t, and its variance at most t^2 / 8. Sign and exponent are sent: 9 bits of a
     float32, 12 of a float64.
 
     Attributes:
         error_feedback: whether the rounding error is added to the next gradient.
-        seed: of the random numbers, which differ by rank and step.
+        seed: seed of the random numbers, which differ by rank and step.
 
     Raises:
         InvalidArgument: at construction.
@@ -59,7 +59,7 @@ class Natural(WideCompressor):
         return PowersOfTwo(layout)
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
-        """Return what sends the codes of a bucket."""
+        """Return the reducer, which sends the codes of a bucket."""
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
         return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)

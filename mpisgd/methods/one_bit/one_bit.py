@@ -53,7 +53,7 @@ class OneBitCodec:
 
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    """Gradients travel as signs, with the mean magnitude of each parameter; error feedback keeps the rest.
+    """Sends signs and the mean magnitude of each parameter; error feedback keeps the rest.
 
     On rank i, with gradient g_i and residual e_i (zero at first), in every step and for each parameter
 
@@ -62,16 +62,16 @@ class OneBit(Compressor):
         e_i = p_i - D_i             what is left for the next step
         g   = mean of D_i           what every rank applies
 
-    For SGD, with momentum or without. What is late or early by a step disturbs Adam's variance, so that it
-    trains far worse: use `mpisgd.OneBitAdam`.
+    For SGD, with momentum or without. Error feedback delays parts of the gradient, which disturbs Adam's
+    variance: Adam trains far worse with it, so use `mpisgd.OneBitAdam`.
 
-    The residual is this rank's own, and goes into its `state_dict()`. Gradients that are not finite arrive as
-    such and leave the residual as it is.
+    Each rank has its own residual, which is in its `state_dict()`. Infinite and NaN gradients are sent as
+    such, and do not change the residual.
 
     Attributes:
-        two_step: whether the average is compressed, too, by the ranks that make it, with residuals of their
-            own: see `TwoStepExchange`. Of n bytes of float32 gradients each rank then sends
-            2 (size - 1) / size n / 32, otherwise (size - 1) n / 32: as much on two ranks, more on others.
+        two_step: whether the average is compressed, too, by the ranks that compute it, which have further
+            residuals: see `TwoStepExchange`. Of n bytes of float32 gradients each rank then sends 2 (size -
+            1) / size n / 32, otherwise (size - 1) n / 32: as much on two ranks, more on others.
     """
 
     two_step: bool = False
@@ -94,7 +94,7 @@ class OneBit(Compressor):
         return OneBitCodec(_lengths(layout), layout.dtype)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
-        """Return what sends the signs of a bucket and keeps the rest of it."""
+        """Return the reducer, which sends the signs of a bucket and keeps the rest."""
         return _TwoStepReducer(layout) if self.two_step else _GatherReducer(layout)
 
     def paper(self) -> Paper[Any]:

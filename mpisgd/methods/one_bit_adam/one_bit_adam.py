@@ -18,7 +18,7 @@ __all__ = ["OneBitAdam"]
 
 
 class OneBitAdam(CompressedMomentumOptimizer):
-    """Adam whose momentum travels as one bit per element from step `freeze_step` + 1 on.
+    """Adam that sends one bit per element of the momentum from step `freeze_step` + 1 on.
 
     With g_i the gradient of rank i, gamma the learning rate, up to `freeze_step` exactly torch.optim.Adam:
 
@@ -31,21 +31,22 @@ class OneBitAdam(CompressedMomentumOptimizer):
         m   = 1-bit average of m_i, with the workers' and the servers' errors (see `TwoStepExchange`)
         x   = x - gamma m / (1 - b1^t) / (sqrt(v / (1 - b2^T)) + eps)
 
-    Each parameter has magnitudes of its own in the exchange. An element that had no gradient at all before
-    the freeze is not updated after it; a parameter that had none is refused.
+    Each parameter has its own magnitudes in the exchange. An element whose gradient was always zero before
+    the freeze is not updated after it; a parameter without any gradient before the freeze raises an error.
 
     Args:
         params: as for any torch optimizer.
-        lr: gamma; not a tensor. Schedulers change it as ever.
+        lr: gamma; not a tensor. Schedulers work as usual.
         betas: b1, b2.
         eps: added to the denominator.
         weight_decay: times the parameter, added to the gradient.
         decoupled_weight_decay: x = (1 - gamma weight_decay) x before the update instead, as in AdamW.
-        freeze_step: how many steps are Adam's: until the variance is stable, after the warm-up of the
-            learning rate at the earliest. The paper has 15 to 20 % of all steps.
+        freeze_step: number of Adam steps at the beginning. The variance must be stable then, and the warm-up
+            of the learning rate over. The paper uses 15 to 20 % of all steps.
         group: the ranks that train together, all of the job by default.
 
-    See `CompressedMomentumOptimizer` for the contract, errors and what is saved.
+    Do not wrap it in `DistributedOptimizer`. See `CompressedMomentumOptimizer` for errors, and for what is
+    saved.
 
     Cost: 2 (size - 1) / size times the gradients' bytes per step, then 1/32 of that and the magnitudes; and
         in each step a byte per parameter.

@@ -21,7 +21,7 @@ __all__ = ["OneBitLamb"]
 
 
 class OneBitLamb(CompressedMomentumOptimizer):
-    """LAMB whose momentum travels as one bit per element from step `freeze_step` + 1 on.
+    """LAMB that sends one bit per element of the momentum from step `freeze_step` + 1 on.
 
     With g_i the gradient of rank i, gamma the learning rate and, for each parameter x by itself, up to
     `freeze_step`
@@ -31,9 +31,9 @@ class OneBitLamb(CompressedMomentumOptimizer):
         c = |x| / |u|, within [min_coeff, max_coeff]; 1 where one of them is zero
         x = x - gamma c u;   c_avg = b3 c_avg + (1 - b3) c
 
-    c_avg begins as the first c. Afterwards v and c_avg are frozen, c would follow the noise of compression,
-    and what has changed since is taken from w, which goes on as v would, with the gradient that the
-    momentum tells of:
+    c_avg begins as the first c. Afterwards v and c_avg are frozen, since c would follow the noise of
+    compression. The change since then is estimated by w, which continues v with the gradient that is
+    recovered from the momentum:
 
         m_i = b1 m + (1 - b1) g_i
         m'  = 1-bit average of m_i, with the workers' and the servers' errors (see `TwoStepExchange`)
@@ -42,27 +42,29 @@ class OneBitLamb(CompressedMomentumOptimizer):
               1 - factor_threshold and 1 + factor_threshold times the last r
         x   = x - gamma r c_avg (m / (sqrt(v) + eps) + weight_decay x)
 
-    With weight decay r counts as far as the update is momentum: r s + 1 - s, where s is the norm of
-    m / (sqrt(v) + eps) over that of the whole, 1 at most. Each parameter has magnitudes of its own in the
-    exchange, instead of the factors with which the paper makes one magnitude do for all. An element that had
-    no gradient at all before the freeze is moved by weight decay only after it; a parameter is refused.
+    With weight decay r is replaced by r s + 1 - s, where s is the norm of m / (sqrt(v) + eps) divided by that
+    of the whole update, at most 1. Each parameter has its own magnitudes in the exchange, where the paper
+    scales parameters so that one magnitude serves all. After the freeze, an element whose gradient was always
+    zero before is changed by weight decay only; a parameter without any gradient before the freeze raises an
+    error.
 
     Args:
         params: as for any torch optimizer.
-        lr: gamma; not a tensor. Schedulers change it as ever.
+        lr: gamma; not a tensor. Schedulers work as usual.
         betas: b1, b2.
         eps: added to the denominators.
         weight_decay: see above.
-        freeze_step: how many steps are LAMB's.
-        max_coeff: most c.
-        min_coeff: least c.
+        freeze_step: number of LAMB steps at the beginning.
+        max_coeff: upper limit of c.
+        min_coeff: lower limit of c.
         coeff_beta: b3.
-        factor_max: most r.
-        factor_min: least r.
-        factor_threshold: most change of r from one step to the next.
+        factor_max: upper limit of r.
+        factor_min: lower limit of r.
+        factor_threshold: largest relative change of r from one step to the next.
         group: the ranks that train together, all of the job by default.
 
-    See `CompressedMomentumOptimizer` for the contract, errors and what is saved. Cost: as `OneBitAdam`.
+    Do not wrap it in `DistributedOptimizer`. See `CompressedMomentumOptimizer` for errors, and for what is
+    saved. Cost: as `OneBitAdam`.
     """
 
     _copied = (*CompressedMomentumOptimizer._copied, "freeze_step")

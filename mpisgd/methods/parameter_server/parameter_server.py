@@ -56,40 +56,41 @@ class ParameterServer(Strategy):
     others read it. `async` (Downpour SGD, Dean et al. 2012): no rank waits for another. `ssp` (stale
     synchronous parallel, Ho et al. 2013): a rank waits when it is `staleness_steps` ahead of the slowest.
 
-    Update rule of `async` and `ssp`: x <- the wrapped optimizer's step on x with g, for each gradient g of a
-    rank as it comes. With op=AVG it counts 1 / number of workers, so that of plain SGD all ranks' updates
-    together go as far as one synchronous step; with op=SUM it counts whole, as in the papers. Momentum,
-    weight decay and adaptive methods act on each push: tune the learning rate. Staleness 0 equals synchronous
-    SGD for an optimizer whose updates add up, plain SGD.
+    Update rule of `async` and `ssp`: for each gradient g of a rank, in the order of arrival, the wrapped
+    optimizer takes a step on the parameters x with g. With op=AVG, g is divided by the number of workers, so
+    that with plain SGD one gradient of each rank together moves x as far as one synchronous step; with op=SUM
+    it is not divided, as in the papers. Momentum, weight decay and adaptive methods act on each push, so tune
+    the learning rate. With plain SGD, staleness 0 equals synchronous SGD.
 
-    After its last step a worker calls `optimizer.synchronizer.finish()`, which returns with the last
-    parameters of all. Ranks may have different numbers of steps. `optimizer.synchronizer.counters()` tells
-    what was pushed and applied, and how far ranks were ahead. The parameters take the values of the group's
-    first rank in the first step. Buffers of modules stay on their rank.
+    After its last step a worker calls `optimizer.synchronizer.finish()`. When it returns, all updates are
+    applied, and the parameters are the final ones, the same on all ranks. Ranks may take different numbers of
+    steps. `optimizer.synchronizer.counters()` returns what was pushed and applied, and how far ranks were
+    ahead. In the first step the parameters take the values of the group's first rank. Buffers of modules stay
+    on their rank.
 
-    A worker that was killed does not stop the others on one host, where the job outlives it
-    (`mpirun --with-ft ulfm`): its locks are released, an unfinished update does not count, and clocks no
-    longer wait for it. Between hosts its loss ends the training of all: with `PeerLost`, or with the job
-    where MPI does not end a one-sided call that waits for it.
+    On one host, if the job survives lost ranks (`mpirun --with-ft ulfm`), the others continue when a worker
+    is killed: its locks are released, its unfinished update does not count, and no rank waits for it any
+    longer. Between hosts the loss of a worker ends the training of all ranks, with `PeerLost`; the job ends
+    if MPI does not return from a one-sided call to the lost rank.
 
     Args:
         mode: "sync", "async" or "ssp".
         staleness_steps: with `ssp`, how many steps the fastest worker may be ahead of the slowest.
         servers: global ranks that hold the parameters and do not train: their program calls
             `optimizer.synchronizer.serve()` instead of training. None: all ranks hold a part and train.
-        push_every: with `async`, push accumulated gradients every so many steps.
-        pull_every: with `async`, pull parameters every so many steps; in between a worker's own move by its
-            gradient times the learning rate. By default `push_every`.
-        locked: whether updates come one after another. False, on one host: all ranks read and update one copy
-            of the parameters without any lock (Hogwild, Recht et al. 2011), each with its own optimizer's
-            state.
+        push_every: with `async`, push accumulated gradients every this many steps.
+        pull_every: with `async`, pull parameters every this many steps; in between, the worker's copy moves
+            by its own gradient times the learning rate. By default `push_every`.
+        locked: whether updates are serialized by locks. False, on one host only: all ranks read and update
+            one copy of the parameters without any lock (Hogwild, Recht et al. 2011), each with the state of
+            its own optimizer.
 
     Raises:
-        InvalidArgument: at construction; or by `DistributedOptimizer`, on every rank, for what does not go
-            together.
+        InvalidArgument: at construction; or by `DistributedOptimizer`, on every rank, for options that cannot
+            be combined with it.
 
-    Cost: on one host a push and a pull copy the parameters and the optimizer's state once, and the parameters
-    once. Between hosts both travel to the worker and back.
+    Cost: on one host a push copies the parameters and the optimizer's state once, and a pull copies the
+        parameters once. Between hosts both are sent to the worker and back.
     """
 
     mode: str = "sync"
@@ -148,7 +149,7 @@ class ParameterServer(Strategy):
         return SYNC if self.mode == "sync" else OWN_PACE
 
     def check(self, training: Training) -> None:
-        """Raise for what does not go with a parameter server, here or at all."""
+        """Raise for options and hosts that a parameter server does not support."""
         super().check(training)
         check_shareable(training.named)
         if self.mode == "sync":

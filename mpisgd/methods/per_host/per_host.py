@@ -26,18 +26,18 @@ __all__ = ["PerHost", "PerHostReducer"]
 
 @dataclass(frozen=True)
 class PerHost(Compressor):
-    """Ranks of a host average their gradients as they are; one rank of each host compresses the mean.
+    """The ranks of a host average uncompressed gradients; one rank of each host compresses the mean.
 
     With p ranks on h hosts, of which host j has p_j,
 
         g_j = mean of the gradients of host j, times p_j h / p     in shared memory
         g   = mean of the h tensors g_j, by `compressor`           between the first ranks of the hosts
 
-    So a host compresses once and sends once, whatever number of ranks it has; where all ranks share a host,
-    nothing is compressed. What the compressor keeps is the first rank's of each host.
+    So a host compresses and sends once, for any number of ranks. If all ranks are on one host, nothing is
+    compressed. The compressor's state is on the first rank of each host.
 
     Attributes:
-        compressor: for what passes between hosts.
+        compressor: the compressor between hosts.
 
     Raises:
         InvalidArgument: at construction.
@@ -63,7 +63,7 @@ class PerHost(Compressor):
         return self.compressor.traits
 
     def reducer(self, layout: BucketLayout) -> "PerHostReducer":
-        """Return what reduces a bucket on the host, between hosts, and brings the result back."""
+        """Return the reducer: on the host, between hosts, and back to the ranks of the host."""
         return PerHostReducer(self.compressor.reducer(layout))
 
     def paper(self) -> Paper[Any]:

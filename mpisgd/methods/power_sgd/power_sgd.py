@@ -29,7 +29,7 @@ __all__ = ["PowerSGD", "PowerSGDReducer", "orthogonalize"]
 
 @dataclass(frozen=True)
 class PowerSGD(WideCompressor):
-    """Each matrix of gradients travels as its best approximation of low rank, found by a power iteration.
+    """Sends a low-rank approximation of each matrix of gradients, found by a power iteration.
 
     A parameter is a matrix [n, m]: its first dimension, and all others together. In each step
 
@@ -40,23 +40,23 @@ class PowerSGD(WideCompressor):
         G   = P Q^T                            the gradient of the step   (or N G, with op=SUM)
         E_i = M_i - G
 
-    Parameters of one dimension, and those that would not become smaller, travel as they are. The m of a
-    channels_last parameter are in the order of its memory, so they start from another Q. All P of a bucket,
-    and what travels as it is, are one all-reduce; all Q another one.
+    Parameters of one dimension, and those that would not become smaller, are sent uncompressed. The columns
+    of a channels_last parameter are in the order of its memory. All P of a bucket and the uncompressed
+    parameters are sent in one all-reduce, all Q in another one.
 
     Attributes:
-        rank: r, of the approximation; 1 to 4 in the paper.
-        warmup_steps: in so many first steps gradients are averaged as they are.
+        rank: r, the rank of the approximation; 1 to 4 in the paper.
+        warmup_steps: number of steps at the beginning in which gradients are not compressed.
         error_feedback: whether E_i is kept; the paper does.
         min_compression_rate: a matrix is compressed if that makes it smaller by more than this factor.
-        seed: of the first Q, which is normally distributed and the same on all ranks.
+        seed: seed of the first Q, which is normally distributed and the same on all ranks.
 
     Raises:
         InvalidArgument: at construction.
 
     Cost: all-reduces of r n and r m words for each matrix; three products of r n m multiplications. Keeps one
-        residual the size of the gradients, this rank's own (see `mpisgd.compress.residual`),
-        and each Q, which all ranks have alike.
+        residual of the size of the gradients, which differs by rank (see `mpisgd.compress.residual`), and
+        each Q, the same on all ranks.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class PowerSGD(WideCompressor):
         check_seed("PowerSGD", self.seed)
 
     def rank_of(self, shape: torch.Size) -> int:
-        """Return the rank by which a parameter of this shape is approximated; 0: it travels as it is."""
+        """Return the rank of the approximation of a parameter of this shape; 0: it is not compressed."""
         if len(shape) < 2 or not shape.numel():
             return 0
         rows, columns = shape[0], shape[1:].numel()
@@ -86,7 +86,7 @@ class PowerSGD(WideCompressor):
         return rank if rows * columns > self.min_compression_rate * rank * (rows + columns) else 0
 
     def wide_reducer(self, layout: BucketLayout) -> "PowerSGDReducer":
-        """Return what approximates the matrices of a bucket."""
+        """Return the reducer, which approximates the matrices of a bucket."""
         return PowerSGDReducer(layout, self)
 
     def paper(self) -> Paper[Any]:

@@ -27,7 +27,7 @@ CONTRACTS_FROM_BITS = 4
 
 @dataclass(frozen=True)
 class QSGD(WideCompressor):
-    """Elements travel as one of 2 L + 1 levels of their segment's norm, rounded at random without bias.
+    """Sends one of 2 L + 1 levels of its segment's norm for each element, rounded at random without bias.
 
     With L = 2^(bits - 1) - 1 levels and the norm |v| of a segment of `segment` elements
 
@@ -35,15 +35,15 @@ class QSGD(WideCompressor):
                                                where l is the whole part of L |v_j| / |v|
         g      = mean of Q(g_i) over the ranks (or the sum, with op=SUM)
 
-    The expectation of Q(v) is v. Codes are packed, and not Elias coded.
+    The expectation of Q(v) is v. Codes have a fixed number of bits; the paper's Elias coding is not used.
 
     Attributes:
-        bits: of an element, sign included; 2 to 8.
+        bits: bits of an element, including the sign; 2 to 8.
         segment: elements that share a norm (the paper's bucket size); a parameter's last may have less.
         norm: "max", the largest magnitude (the paper's experiments), or "l2" (its analysis).
-        error_feedback: whether the rounding error is added to the next gradient. It must be smaller than the
-            gradient then, which takes 4 bits or more with "max".
-        seed: of the random numbers, which differ by rank and step.
+        error_feedback: whether the rounding error is added to the next gradient. The error must be smaller
+            than the gradient then: use 4 bits or more with "max".
+        seed: seed of the random numbers, which differ by rank and step.
 
     Raises:
         InvalidArgument: at construction.
@@ -73,7 +73,7 @@ class QSGD(WideCompressor):
         check_seed("QSGD", self.seed)
 
     def codec(self, layout: BucketLayout) -> Levels | None:
-        """Return what makes codes of a bucket; None where the levels are too coarse for error feedback."""
+        """Return the codec of a bucket; None if the levels are too coarse for error feedback."""
         return self._levels(layout) if self.bits >= CONTRACTS_FROM_BITS else None
 
     def _levels(self, layout: BucketLayout) -> Levels:
@@ -81,7 +81,7 @@ class QSGD(WideCompressor):
         return Levels(layout, 2 ** (self.bits - 1) - 1, self.bits, segments, NORMS[self.norm])
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
-        """Return what sends the codes of a bucket."""
+        """Return the reducer, which sends the codes of a bucket."""
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
         return QuantizingReducer(self._levels(layout), layout.numel, self.seed, memory, state)

@@ -30,20 +30,20 @@ __all__ = ["RandomK", "RandomKReducer", "random_indices"]
 
 @dataclass(frozen=True)
 class RandomK(WideCompressor):
-    """Of each bucket, k random elements travel: all ranks draw the same indices, so values alone are summed.
+    """Sends k random elements of each bucket; all ranks draw the same indices, so only values are sent.
 
         m_i = g_i + e_i                        gradient and residual of rank i
         s_i = m_i at k random indices, else 0  (without a residual times n / k, which is unbiased)
         e_i = m_i - s_i
         g   = mean of s_i over the ranks       (or the sum, with op=SUM)
 
-    Where some m_i is not finite, all of g is NaN on all ranks, whichever elements were drawn.
+    If some m_i is not finite, all of g is NaN on all ranks, whichever elements were drawn.
 
     Attributes:
         ratio: k / n of the n elements of a bucket, above 0 and up to 1.
-        error_feedback: whether the rest is added to the next gradient. Without it, what travels is scaled
-            such that its expectation is the gradient.
-        seed: of the random indices, which differ by step.
+        error_feedback: whether the rest is added to the next gradient. Without it, the sent elements are
+            scaled so that their expectation is the gradient.
+        seed: seed of the random indices, which differ by step.
 
     Raises:
         InvalidArgument: at construction.
@@ -67,7 +67,7 @@ class RandomK(WideCompressor):
         check_seed("RandomK", self.seed)
 
     def codec(self, layout: BucketLayout) -> SparseCodec:
-        """Return what makes messages of random elements, other ones on every rank, with their indices.
+        """Return the codec of random elements with their indices, which differ by rank.
 
         It does not scale them, so E |x - C(x)|^2 = (1 - k / n) |x|^2.
         """
@@ -80,7 +80,7 @@ class RandomK(WideCompressor):
         return SparseCodec(layout, select, count)
 
     def wide_reducer(self, layout: BucketLayout) -> "RandomKReducer":
-        """Return what sends random elements of a bucket."""
+        """Return the reducer, which sends random elements of a bucket."""
         return RandomKReducer(layout, self)
 
     def paper(self) -> Paper[Any]:

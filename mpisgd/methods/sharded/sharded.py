@@ -61,24 +61,25 @@ IN_FILES = replace(
 
 @dataclass(frozen=True)
 class Sharded(Strategy):
-    """All ranks have the same parameters; each has and updates one shard of the optimizer's state.
+    """All ranks have the same parameters; each has the optimizer state of one shard, and updates it.
 
-    For a model of P parameters, n ranks, K bytes of optimizer state per parameter and gradients as large as
-    parameters, each rank keeps for the optimizer K P / n bytes, and the gradients of P / n parameters with
-    stage 2. With `share_parameters=True` a host has one copy of the parameters, too.
+    With P parameters, n ranks and K bytes of optimizer state per parameter, each rank keeps K P / n bytes of
+    state; with stage 2 it also keeps only the gradients of P / n parameters. With `share_parameters=True`
+    each host has one copy of the parameters.
 
     Attributes:
-        stage: 1: optimizer state is divided; 2: gradients are, too: those of a bucket are freed when all of
-            them are complete and have been reduced. Accumulate inside `no_sync()`, which keeps whole ones.
+        stage: 1: the optimizer state is divided; 2: the gradients are divided, too: those of other ranks are
+            freed as soon as their bucket has been reduced. Accumulate inside `no_sync()`, which keeps all
+            gradients.
         overlap_forward: whether parameters are sent while the next forward computes, first layers first. Each
-            module waits for its own; other code must call `optimizer.synchronizer.wait()` before it reads
-            parameters after a step. Pays where the network is slow. On a GPU it may take as much memory as
-            the parameters until these have arrived.
-        master_dtype: the precision in which the optimizer updates parameters of less precision, such as
-            torch.float32 for a model in torch.bfloat16: each rank keeps such a copy of its shard. None: that
-            of the parameters.
-        offload: what is in files on a disk, and where, or in host memory for models on a GPU; see `Offload`.
-            Needs one of torch's optimizers that update each element by itself.
+            module waits for its own parameters; other code must call `optimizer.synchronizer.wait()` before
+            it reads parameters after a step. Useful on a slow network. On a GPU it may need as much further
+            memory as the parameters until they have arrived.
+        master_dtype: the dtype in which the optimizer updates parameters of lower precision, such as
+            torch.float32 for a model in torch.bfloat16; each rank keeps a copy of its shard in it. None: the
+            dtype of the parameters.
+        offload: keeps state in files on a disk or, for models on a GPU, in host memory; see `Offload`. Needs
+            one of torch's elementwise optimizers, see `elementwise` of `DistributedOptimizer`.
 
     Source: ZeRO, Rajbhandari and others 2020; ZeRO-Offload and ZeRO-Infinity, 2021.
     """
@@ -115,7 +116,7 @@ class Sharded(Strategy):
         return IN_FILES if in_files else SHARDED
 
     def check(self, training: Training) -> None:
-        """Raise where parameters cannot be divided, or updated apart."""
+        """Raise if the parameters cannot be divided, or not be updated in parts."""
         super().check(training)
         if self.offload is not None:
             self._check_offload(training, self.offload)
@@ -164,7 +165,7 @@ class Sharded(Strategy):
         return streamed_parameters_of(training.params)
 
     def synchronizer(self, training: Training) -> Synchronizer:
-        """Return what brings gradients to their owners, and parameters to everyone."""
+        """Return the working part, which reduces gradients to their owners and gathers parameters."""
         streamed = self._streamed(training)
         if streamed is not None:
             return StreamedSynchronizer(training, streamed)

@@ -29,19 +29,19 @@ __all__ = ["SignSGD"]
 
 @dataclass(frozen=True)
 class SignSGD(Compressor):
-    """Gradients become signs: choose the learning rate for steps of that size, as for Adam.
+    """Replaces gradients by their signs: choose the learning rate as for Adam.
 
     With g_i the gradient of rank i, every rank applies
 
         sign(sum of sign(g_i))      with the majority vote: -1, 1, and 0 where the votes are equal
         mean of sign(g_i)           without
 
-    There is no error feedback: `OneBit` has it. One bit knows no zero, so a gradient of exactly zero votes
-    + in one step and - in the next; it would drift if it always voted alike. Where a gradient is not finite
-    on some rank, all ranks get NaN: the sign of an overflow means nothing.
+    There is no error feedback; `OneBit` has it. One bit cannot represent zero, so a gradient of exactly zero
+    counts as + in one step and as - in the next, which avoids a drift. If a gradient is not finite on some
+    rank, all ranks get NaN.
 
     Attributes:
-        majority_vote: whether the sum of the signs is reduced to its sign.
+        majority_vote: whether the sign of the sum of the signs is used.
     """
 
     majority_vote: bool = True
@@ -55,7 +55,7 @@ class SignSGD(Compressor):
         return Traits(has_magnitudes=False, is_homogeneous=False, is_additive=False)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
-        """Return what sends the signs of a bucket."""
+        """Return the reducer, which sends the signs of a bucket."""
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
 
     def paper(self) -> Paper[Any]:

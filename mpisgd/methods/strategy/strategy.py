@@ -37,19 +37,19 @@ __all__ = ["Strategy", "Synchronizer"]
 
 
 class Synchronizer:
-    """The working part of a strategy. This one leaves every rank to itself; subclasses override methods.
+    """The working part of a strategy. This one exchanges nothing; subclasses override its methods.
 
     Args:
         training: what it works on.
 
     Attributes:
         training: as given, and kept up to date.
-        num_steps: how many steps there have been, those before a state was saved included.
-        step_examples: what this rank has stepped with; see `ExampleCounts`.
-        state: what is kept from step to step, a dataclass of `mpisgd.method_state`; None: nothing.
+        num_steps: number of steps so far, including those before the state was saved and loaded.
+        step_examples: numbers of examples of this rank's steps; see `ExampleCounts`.
+        state: what is kept from step to step, a dataclass marked by `mpisgd.method_state`; None: nothing.
         replicas_differ: whether parameters and the wrapped optimizer's state differ by rank between steps, so
-            that they are each rank's own.
-        owner: of the operations: that of what this thread begins when the synchronizer is made, or moved.
+            that each rank's must be saved.
+        owner: identifies this optimizer in the checks of its operations; see `mpisgd.core.owner`.
         gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
         has_whole_state: whether this rank has the optimizer state of all parameters.
         commits_shards: whether each rank commits its part of the state when training is elastic, and another
@@ -72,11 +72,11 @@ class Synchronizer:
 
     @property
     def method(self) -> str:
-        """What the method is called where its state is saved: that of another one is not taken over."""
+        """The method's name in a saved state; the state of another method is not loaded."""
         return type(self).__name__.removesuffix("Synchronizer")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `state` has entries for, as it is now, by key.
+        """Return the tensors for which `state` has entries, as they are now, by key.
 
         By default the memory of all parameters that a step can change: "0", "1", ... by their places in the
         optimizer.
@@ -87,22 +87,22 @@ class Synchronizer:
         """Make the entries of `state` for these. Collective; before a step, without autograd.
 
         Args:
-            tensors: those of `tensors()` that have none: all before the first step, what was added later on,
-                and all again where the ranks begin anew.
+            tensors: those of `tensors()` that have no entry yet: all before the first step, later those that
+                were added, and all again if the ranks begin anew.
         """
 
     def derive(self) -> None:
-        """Make what follows from parameters, ranks and `state`. Collective; before a step, without autograd.
+        """Compute what depends on parameters, ranks and `state`. Collective; before a step, without autograd.
 
-        After `begin`: before the first step, and wherever parameters, ranks or the state have become others.
+        Called after `begin`: before the first step, and after parameters, ranks or the state have changed.
         """
 
     def has_changed(self) -> bool:
-        """Return whether `begin` and `derive` are due for a reason of its own; the same on all ranks."""
+        """Return whether `begin` and `derive` are due for a further reason; the same on all ranks."""
         return False
 
     def arrive(self) -> None:
-        """Return when `state` can be read: nothing of it is on its way."""
+        """Wait until `state` can be read: no part of it is still being received."""
 
     # -- a step -------------------------------------------------------------------------------------
 
@@ -110,18 +110,18 @@ class Synchronizer:
         """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what the optimizer calls as its closure, maybe several times. Before `before_step`."""
+        """Return what the optimizer calls in place of the closure. Called before `before_step`."""
         return closure
 
     def after_step(self, num_steps: int) -> None:
         """Do what must be done after an update, such as to average parameters.
 
         Args:
-            num_steps: how many steps there have been, this one included; the same on all ranks.
+            num_steps: number of steps so far, including this one; the same on all ranks.
         """
 
     def end_failed_step(self) -> None:
-        """Undo what a step has left that raised between `before_step` and `after_step`, or in one of them."""
+        """Clean up after a step that raised in `before_step`, in `after_step` or between them."""
 
     def before_zero_grad(self) -> None:
         """Do what must be done before gradients are reset."""
@@ -140,7 +140,7 @@ class Synchronizer:
         return values
 
     def replica(self) -> dict[str, Tensor]:
-        """Return `averaged` by key: what differs by rank between steps, if anything does; not copied."""
+        """Return the tensors that differ by rank between steps, by key; not copied."""
         return {**self.parameters_by_key(), **self._buffers_by_key()}
 
     def consensus_of(
@@ -155,21 +155,21 @@ class Synchronizer:
         return mean_of(replicas)
 
     def finish(self) -> None:
-        """End the training: return with the last updates of all, where each rank has a pace of its own."""
+        """End the training: wait until the updates of all ranks are applied."""
 
     @property
     def averaged(self) -> list[Tensor]:
-        """The tensors of which ranks may have values of their own: parameters and buffers with a fraction."""
+        """The tensors whose values may differ by rank: floating-point parameters and buffers."""
         return [*self.trainable, *self.buffers]
 
     @property
     def trainable(self) -> list[Tensor]:
-        """The memory of the parameters that a step can change, as it is now: not to be kept."""
+        """The tensors of the parameters that a step can change, as they are now; do not keep them."""
         return list(self.parameters_by_key().values())
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory of the buffers with a fraction, as it is now: not to be kept."""
+        """The floating-point buffers, as they are now; do not keep them."""
         return list(self._buffers_by_key().values())
 
     def parameters_by_key(self) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ class Synchronizer:
     # -- other states, other parameters, other ranks ------------------------------------------------
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the optimizer's state, which `make` makes of what the optimizer has now."""
+        """Return the optimizer's state; `make` returns what the optimizer has now."""
         return make()
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
@@ -206,11 +206,11 @@ class Synchronizer:
         *,
         held: bool = False,
     ) -> None:
-        """Take over the parts that all ranks of a run had, as `shard_state_dict` has returned them.
+        """Load the parts that all ranks of a run had, as `shard_state_dict` has returned them.
 
         Args:
             shards: of all ranks.
-            load: what the wrapped optimizer loads a state dict by.
+            load: the wrapped optimizer's own function that loads a state dict.
             held: whether each rank gives those that it holds, each held by one of them; collective then.
 
         Raises:
@@ -225,12 +225,12 @@ class Synchronizer:
         self.training = self.training._replace(named=named)
 
     def use_compression(self, compression: Compressor) -> None:
-        """Let something else travel from the next `move_to` on, which follows."""
+        """Use another compressor, from the call of `move_to` on that follows."""
         options = self.training.options._replace(compression=compression)
         self.training = self.training._replace(options=options)
 
     def move_to(self, group: Group) -> None:
-        """Go on with other ranks, which have the same parameters. Collective over `group`."""
+        """Continue with other ranks, which have the same parameters. Collective over `group`."""
         self.training = self.training._replace(group=group)
         self.owner = current_owner()
 
@@ -246,28 +246,28 @@ def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Strategy(abc.ABC):
-    """How the ranks' models relate between two steps. A subclass is a frozen dataclass.
+    """What the ranks exchange, and how often. Base class; a subclass is a frozen dataclass.
 
-    Its fields are what all ranks must have chosen alike: `repr(strategy)` is compared at construction.
+    Its fields must be the same on all ranks: `repr(strategy)` is compared at construction.
 
     Attributes:
-        starts_together: whether all ranks come to the first step, with the same parameters.
+        starts_together: whether all ranks take part in the first step, with the same parameters.
     """
 
     starts_together: ClassVar[bool] = True
 
     @classmethod
     def examples(cls) -> Sequence["Strategy"]:
-        """Return the instances that the fuzzer, `verify` and the documentation try; the plainest first."""
+        """Return the instances that the fuzzer, `verify` and the documentation use; the simplest first."""
         return (cls(),)
 
     @property
     def goes_with(self) -> GoesWith:
-        """What it can be combined with; other combinations are refused before `check`."""
+        """The options it can be combined with; others raise an error before `check` is called."""
         return GoesWith()
 
     def check(self, training: Training) -> None:
-        """Raise where the strategy cannot train these parameters, with these ranks; before anything is sent.
+        """Raise if the strategy cannot train these parameters with these ranks; before anything is sent.
 
         Raises:
             InvalidArgument: says why.

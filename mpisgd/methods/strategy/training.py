@@ -14,18 +14,18 @@ __all__ = ["Training"]
 
 
 class Training(NamedTuple):
-    """What a strategy is made to work on.
+    """The optimizer, parameters, ranks and options that a strategy works with.
 
     Attributes:
-        optimizer_ref: a weak reference to the wrapped optimizer: one that the program has forgotten must be
-            gone at once, or it would go on reducing gradients, on each rank until another moment.
+        optimizer_ref: a weak reference to the wrapped optimizer: when the program drops the optimizer, it
+            must be freed at once on every rank, or it would continue to reduce gradients.
         named: all its parameters, with names, in the order of its groups.
         group: the ranks that train together.
-        options: how gradients are to be reduced, where the strategy reduces them.
+        options: how gradients are reduced, if the strategy reduces them.
         share_parameters: whether a host keeps one copy of the parameters.
-        elementwise: whether the user says that the optimizer updates each element by itself.
-        check_in_sync_every: after how many steps it is to be seen that all ranks have the same parameters.
-        buffers: further tensors that are averaged where parameters are, such as those of BatchNorm.
+        elementwise: as for `DistributedOptimizer`.
+        check_in_sync_every: as for `DistributedOptimizer`.
+        buffers: further tensors that are averaged with the parameters, such as those of BatchNorm.
     """
 
     optimizer_ref: "weakref.ref[torch.optim.Optimizer]"

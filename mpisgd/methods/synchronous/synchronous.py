@@ -35,13 +35,13 @@ class Synchronous(Strategy):
         )
 
     def check(self, training: Training) -> None:
-        """Raise where the parameters cannot be shared, if they are to be."""
+        """Raise if `share_parameters` is set and the parameters cannot be shared."""
         super().check(training)
         if training.share_parameters:
             check_shareable(training.named)
 
     def synchronizer(self, training: Training) -> Synchronizer:
-        """Return what reduces gradients; with shared parameters, to the ranks that own them."""
+        """Return the working part, which reduces gradients; with shared parameters, to their owners."""
         return (ShardedSynchronizer if training.share_parameters else Replicated)(training)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:

@@ -26,19 +26,20 @@ __all__ = ["TernGrad", "TernaryCodec"]
 
 @dataclass(frozen=True)
 class TernGrad(WideCompressor):
-    """Elements travel as the sign, or 0, times the largest magnitude of their parameter's gradient.
+    """Sends -1, 0 or 1 for each element, and the largest magnitude of each parameter's gradient.
 
         s      = max |g_j|                     of a parameter (layer-wise ternarizing)
         T(g_j) = s sign(g_j) b_j               b_j = 1 with probability |g_j| / s, else 0
         g      = mean of T(g_i) over the ranks (or the sum, with op=SUM)
 
-    The expectation of T(g) is g. Large elements make for a large s and so for much noise: `clip_sigmas` first
-    cuts magnitudes to as many standard deviations of the parameter's gradient beyond the magnitude of its
-    mean, which is a bias. The paper takes the mean to be 0; without it, equal elements would become 0.
+    The expectation of T(g) is g. Large elements cause a large s, and so much noise. `clip_sigmas` first clips
+    magnitudes to this many standard deviations of the parameter's gradient above the magnitude of its mean,
+    which introduces a bias. The paper assumes that the mean is 0; with that, a gradient of equal elements
+    would be clipped to 0.
 
     Attributes:
-        clip_sigmas: 2.5 in the paper; None: nothing is cut.
-        seed: of the random numbers, which differ by rank and step.
+        clip_sigmas: 2.5 in the paper; None: no clipping.
+        seed: seed of the random numbers, which differ by rank and step.
 
     Raises:
         InvalidArgument: at construction.
@@ -56,7 +57,7 @@ class TernGrad(WideCompressor):
         check_seed("TernGrad", self.seed)
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
-        """Return what sends the codes of a bucket."""
+        """Return the reducer, which sends the codes of a bucket."""
         return QuantizingReducer(
             TernaryCodec(layout, self.clip_sigmas), layout.numel, self.seed, Memory(), Waiting()
         )

@@ -25,25 +25,24 @@ __all__ = ["Threshold", "ThresholdReducer"]
 
 @dataclass(frozen=True)
 class Threshold(WideCompressor):
-    """The elements whose magnitude is at least `value` travel, as values and indices.
+    """Sends the elements whose magnitude is at least `value`, as values and indices.
 
         m_i = g_i + e_i                        gradient and residual of rank i
         s_i = m_i where |m_i| >= value, else 0
         e_i = m_i - s_i
         g   = mean of s_i over the ranks       (or the sum, with op=SUM)
 
-    How many there are depends on the data and differs by rank. With a residual no element stays behind by
-    more than `value`.
+    Their number depends on the data and differs by rank. With error feedback no residual exceeds `value`.
 
     Attributes:
-        value: positive, in the unit of the gradients: GradScaler scales them, `gradient_predivide_factor`
-            divides them.
+        value: positive. Gradients are compared after GradScaler has scaled them and
+            `gradient_predivide_factor` has divided them.
         error_feedback: whether the rest is added to the next gradient.
 
     Raises:
         InvalidArgument: at construction.
 
-    Cost: after an all-gather of one integer as `TopK`, with k as it comes out.
+    Cost: an all-gather of one integer, then that of `TopK` with the number of elements sent.
     """
 
     value: float
@@ -64,7 +63,7 @@ class Threshold(WideCompressor):
         return Traits(is_homogeneous=False, has_error_feedback=self.error_feedback)
 
     def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":
-        """Return what sends the large elements of a bucket."""
+        """Return the reducer, which sends the large elements of a bucket."""
         return ThresholdReducer(layout, self)
 
     def paper(self) -> Paper[Any]:

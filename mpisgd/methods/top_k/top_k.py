@@ -24,7 +24,7 @@ __all__ = ["TopK", "TopKReducer"]
 
 @dataclass(frozen=True)
 class TopK(WideCompressor):
-    """Of each parameter's gradient, the elements of largest magnitude travel, as values and indices.
+    """Sends the elements of largest magnitude of each parameter's gradient, as values and indices.
 
         m_i = g_i + e_i                        gradient and residual of rank i
         s_i = m_i where |m_i| is among the k largest of a parameter, else 0
@@ -34,8 +34,8 @@ class TopK(WideCompressor):
     It is a contraction: |m - s|^2 <= (1 - k / n) |m|^2 for the n elements of a parameter.
 
     Attributes:
-        ratio: k / n, above 0 and up to 1; at least one element of each parameter travels.
-        error_feedback: whether the rest is added to the next gradient. Without it, SGD need not converge.
+        ratio: k / n, above 0 and up to 1; at least one element of each parameter is sent.
+        error_feedback: whether the rest is added to the next gradient. Without it, SGD may not converge.
 
     Raises:
         InvalidArgument: at construction.
@@ -57,13 +57,13 @@ class TopK(WideCompressor):
         check_flag("TopK", "error_feedback", self.error_feedback)
 
     def codec(self, layout: BucketLayout) -> SparseCodec:
-        """Return what makes messages of the largest elements of each parameter."""
+        """Return the codec of the largest elements of each parameter."""
         numels = [shape.numel() for shape in layout.shapes]
         count = sum(count_of(self.ratio, numel) for numel in numels)
         return SparseCodec(layout, lambda flat, _: top_k_of_each(flat, numels, self.ratio), count)
 
     def wide_reducer(self, layout: BucketLayout) -> "TopKReducer":
-        """Return what sends the largest elements of a bucket."""
+        """Return the reducer, which sends the largest elements of a bucket."""
         return TopKReducer(layout, self)
 
     def paper(self) -> Paper[Any]:

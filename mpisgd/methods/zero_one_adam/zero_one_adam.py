@@ -57,50 +57,57 @@ class _Kept(Kept):
 
 
 class ZeroOneAdam(CompressedMomentumOptimizer):
-    """Adam of which in most steps one bit per element travels, and in others nothing.
+    """Adam that sends one bit per element in most steps, and nothing in others.
 
-    With g_i the gradient of rank i and gamma the learning rate over 1 - b1^t, in steps of T_v, which become
-    rarer (see `is_variance_step`) and end with `var_freeze_step`, as torch.optim.Adam:
+    With g_i the gradient of rank i and gamma the learning rate divided by 1 - b1^t. In the steps of the set
+    T_v, which become rarer (see `is_variance_step`) and end with `var_freeze_step`, as torch.optim.Adam:
 
         g = mean of g_i;   m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2
         x = x - gamma m / D        D = sqrt(v / (1 - b2^j)) + eps, with j the renewals of v so far
 
-    In all others each rank goes on by itself, from what all had at their last meeting, x':
+    In all other steps each rank continues by itself. With x' the parameters after the last exchange, which
+    all ranks have:
 
         m_i = b1 m_i + (1 - b1) g_i;   x_i = x_i - gamma m_i / D;   u_i = u_i + gamma m_i
 
-    and in those of T_u they meet: in each of them up to `local_step_scaler` steps after `var_freeze_step`,
-    then in every second, every fourth and so on, `local_step_clipper` steps apart at the most:
+    and in the steps of the set T_u they exchange: in each step until `local_step_scaler` steps after
+    `var_freeze_step`, then in every second, every fourth and so on, at most `local_step_clipper` steps apart:
 
         u = 1-bit average of u_i, with the workers' and the servers' errors (see `TwoStepExchange`)
         x = x' - u / D;   m = u / (sum of gamma since x');   u_i = 0
 
-    Where that sum is 0, as the learning rate was, m_i stays; the next step of T_v begins with their mean.
+    If that sum is 0, since the learning rate was 0, m_i stays as it is; the next step of T_v begins with the
+    mean of the m_i.
 
-    The paper's algorithm exchanges momenta by one bit in steps of T_v, too; here, as in its authors'
-    implementation, the gradient that is averaged there for the variance serves the momentum as well. A step
-    that brings the first gradient of a parameter is one of T_v; after `var_freeze_step` it is refused.
-    Elsewhere a missing gradient counts as zero. An element without any is not updated.
+    The paper's algorithm also sends one bit per element of the momentum in steps of T_v. Here, as in its
+    authors' implementation, the gradient that is averaged for the variance is used for the momentum as well.
+    A step in which a parameter has its first gradient belongs to T_v; after `var_freeze_step` it raises an
+    error. In other steps a missing gradient counts as zero. An element whose gradient was always zero is not
+    updated.
 
-    Between meetings the ranks have different parameters: see `is_synchronized` before evaluating or saving.
+    Between exchanges the ranks have different parameters: check `is_synchronized` before you evaluate or
+    save.
 
     Args:
         params: as for any torch optimizer.
-        lr: the learning rate; not a tensor. Schedulers change it as ever.
+        lr: the learning rate; not a tensor. Schedulers work as usual.
         betas: b1, b2.
         eps: added to the denominator.
         weight_decay: times the parameter, added to the gradient.
-        var_freeze_step: the last step that may renew the variance; usually the end of the warm-up of the
+        var_freeze_step: the last step that may update the variance; usually the end of the warm-up of the
             learning rate.
-        var_update_scaler: after so many renewals they come half as often; kappa in the paper.
-        local_step_scaler: after so many steps beyond `var_freeze_step` the ranks meet half as often.
-        local_step_clipper: most steps from one meeting to the next; H in the paper. 1: they meet always.
+        var_update_scaler: number of updates of the variance after which they become half as frequent; kappa
+            in the paper.
+        local_step_scaler: number of steps beyond `var_freeze_step` after which the ranks exchange half as
+            often.
+        local_step_clipper: largest number of steps between two exchanges; H in the paper. 1: in every step.
         group: the ranks that train together, all of the job by default.
 
-    See `CompressedMomentumOptimizer` for the contract, errors and what is saved.
+    Do not wrap it in `DistributedOptimizer`. See `CompressedMomentumOptimizer` for errors, and for what is
+    saved.
 
-    Cost: in steps of T_v 2 (size - 1) / size times the gradients' bytes; in others where ranks meet 1/32 of
-        that and the magnitudes, and a byte per parameter; else nothing.
+    Cost: in steps of T_v 2 (size - 1) / size times the gradients' bytes; in other steps with an exchange 1/32
+        of that, the magnitudes and a byte per parameter; in the remaining steps nothing.
     """
 
     _keeps_models_equal = False
@@ -151,7 +158,7 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all ranks have the same parameters now, or they would meet in the step after this one."""
+        """Whether all ranks have the same parameters at this moment."""
         return self._meets(self.num_steps)
 
     def _new_state_of_method(self) -> Any:

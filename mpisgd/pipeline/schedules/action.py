@@ -9,7 +9,7 @@ LOOK_AHEAD = 8  # actions whose receives a rank has started
 
 
 class Kind(enum.Enum):
-    """What an action is; the value is how it prints."""
+    """The kinds of actions; the value is the printed form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -23,12 +23,12 @@ class Kind(enum.Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether it is a part of the model's work, drawn in a table."""
+        """Whether it computes, and so appears in tables."""
         return self in (Kind.FORWARD, Kind.BACKWARD)
 
     @property
     def is_joint(self) -> bool:
-        """Whether several ranks do it together."""
+        """Whether several ranks execute it together."""
         return self in (Kind.REDUCE, Kind.REDUCE_TIED)
 
 
@@ -36,13 +36,14 @@ class Action(NamedTuple):
     """One action of one rank.
 
     Attributes:
-        kind: what it is.
+        kind: the kind of the action.
         stage: the stage it belongs to; of REDUCE_TIED, the number of the tie.
-        micro_batch: counted from 0, on through all steps until the pipeline is empty; -1 where none belongs.
+        micro_batch: counted from 0 through all steps until the pipeline is empty; -1 if the action belongs to
+            none.
         version: of the stage's weights, counted in updates: the one that FORWARD and BACKWARD read, that
             UPDATE makes, and that the gradients of REDUCE are for.
         peer: the stage at the other end of a message.
-        keep_from: of UPDATE: the oldest version that is still going to be read; older ones can go before the
+        keep_from: for UPDATE, the oldest version that will still be read; older ones can be freed before the
             update.
     """
 

@@ -107,8 +107,8 @@ class ByReplica(Flushing):
 class GPipe(ByReplica):
     """All forwards, then all backwards, the last micro-batch first (Huang et al. 2019).
 
-    Keeps the activations of all micro-batches, so it goes with `checkpoint=True`, which keeps the inputs and
-    outputs of stages only.
+    Keeps the activations of all micro-batches; `checkpoint=True` reduces them to the inputs and outputs of
+    stages.
     """
 
     def _of_replica(self, shape: PipelineShape, stage: int, replica: int) -> Passes:

@@ -18,10 +18,10 @@ MOST_LABELLED = 400  # boxes; more are too small for a number
 
 
 def draw(path: str | Path, *timelines: PipelineTimeline) -> None:
-    """Draw timelines under each other and write the file, in one of matplotlib's formats.
+    """Draw timelines below each other into a file, in a format of matplotlib.
 
     Raises:
-        JobError: there is no matplotlib.
+        JobError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

@@ -19,9 +19,9 @@ class Plan:
     """All actions of some steps of a pipeline, from an empty pipeline to an empty one.
 
     Attributes:
-        name: of the schedule.
-        shape: of the pipeline.
-        actions: of each rank, in the order in which it does them, messages included.
+        name: name of the schedule.
+        shape: shape of the pipeline.
+        actions: the actions of each rank in order, including messages.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Plan:
         return self.timeline(costs).idle_share
 
     def versions_held(self, stage: int) -> int:
-        """Return how many versions of a stage's weights a rank has at most at the same time."""
+        """Return the largest number of versions of a stage's weights that a rank keeps at a time."""
         held, most = {0}, 1
         for action in self._of_first_replica(stage):
             if action.kind is Kind.UPDATE:
@@ -50,7 +50,7 @@ class Plan:
         return most
 
     def activations_held(self, stage: int) -> int:
-        """Return of how many micro-batches a rank keeps the stage's activations at most at the same time."""
+        """Return the largest number of micro-batches whose activations of a stage a rank keeps at a time."""
         held = most = 0
         for action in self._of_first_replica(stage):
             held += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
@@ -58,14 +58,14 @@ class Plan:
         return most
 
     def draw(self, path: str | Path, costs: Costs | None = None) -> None:
-        """Draw the ideal timeline into a file of matplotlib's formats; needs matplotlib."""
+        """Draw the ideal timeline into a file in a format of matplotlib, which is needed."""
         draw(path, self.timeline(costs))
 
     def table(self, *, versions: bool = False) -> str:
         """Return the ideal timeline as text: one row per rank, one column per time slot.
 
         Args:
-            versions: whether to tell which version of the weights is read, as in `F3v1`.
+            versions: whether to show the version of the weights that is read, as in `F3v1`.
         """
         return table(self.timeline(), versions=versions)
 

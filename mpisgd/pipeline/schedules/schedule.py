@@ -17,13 +17,12 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True)
 class Schedule(abc.ABC):
-    """The order of a pipeline. A subclass is a frozen dataclass, on whose fields all ranks agree.
+    """The order of a pipeline's actions. A subclass is a frozen dataclass with the same fields on all ranks.
 
     Attributes:
-        flushes: whether a step ends with an empty pipeline, so that its gradients are those of the weights
-            that it began with. Else the next step begins while backward passes of this one are under way.
-        updates_each_micro_batch: whether each micro-batch is a minibatch of its own, with an update of its
-            own, instead of a part of the step's.
+        flushes: whether a step ends with an empty pipeline, so that its gradients belong to the weights at
+            its beginning. If not, the next step begins before all backward passes of this one are done.
+        updates_each_micro_batch: whether each micro-batch is a minibatch with its own update.
     """
 
     flushes: ClassVar[bool] = True
@@ -31,15 +30,15 @@ class Schedule(abc.ABC):
 
     @property
     def name(self) -> str:
-        """What messages and pictures call it."""
+        """The name in messages and pictures."""
         return type(self).__name__
 
     def place(self, num_stages: int, num_ranks: int) -> Ranks:
-        """Return the ranks of the stages where none has replicas."""
+        """Return the ranks of each stage, without replicas."""
         return in_blocks(num_stages, num_ranks)
 
     def check(self, shape: PipelineShape) -> None:  # noqa: B027  # most fit any
-        """Raise where the schedule does not fit a pipeline.
+        """Raise if the schedule does not fit a pipeline.
 
         Raises:
             InvalidArgument: says why.
@@ -47,22 +46,22 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def order(self, shape: PipelineShape, rank: int, step: int) -> list[Action]:
-        """Return what a rank does in a step, counted from 0 since the pipeline was empty; no messages."""
+        """Return a rank's actions in a step, without messages; steps count from the empty pipeline."""
 
     def rest(self, shape: PipelineShape, rank: int, num_steps: int) -> list[Action]:
-        """Return what a rank does after so many steps to empty the pipeline."""
+        """Return a rank's actions that empty the pipeline after this many steps."""
         return []
 
     def actions(self, shape: PipelineShape, rank: int, step: int) -> list[Action]:
-        """Return what a rank does in a step, with the messages."""
+        """Return a rank's actions in a step, including messages."""
         return with_messages(self.order(shape, rank, step), rank, shape)
 
     def last_actions(self, shape: PipelineShape, rank: int, num_steps: int) -> list[Action]:
-        """Return what a rank does after the last step, with the messages."""
+        """Return a rank's actions after the last step, including messages."""
         return with_messages(self.rest(shape, rank, num_steps), rank, shape)
 
     def plan_of(self, shape: PipelineShape, num_steps: int = 1) -> Plan:
-        """Return the plan of so many steps.
+        """Return the plan of this many steps.
 
         Raises:
             InvalidArgument: the schedule does not fit.
@@ -85,14 +84,14 @@ class Schedule(abc.ABC):
         num_steps: int = 1,
         replicas: Sequence[int] | None = None,
     ) -> Plan:
-        """Return what all ranks would do, to print and to draw.
+        """Return the actions of all ranks, to be printed or drawn.
 
         Args:
-            num_stages: parts of the model.
-            num_micro_batches: of each step.
-            num_ranks: by default one per stage.
-            num_steps: how many steps follow each other.
-            replicas: how many ranks have each stage, instead of `num_ranks`.
+            num_stages: number of stages of the model.
+            num_micro_batches: number of micro-batches of a step.
+            num_ranks: number of ranks; by default one per stage.
+            num_steps: number of steps.
+            replicas: number of ranks of each stage, instead of `num_ranks`.
 
         Raises:
             InvalidArgument: the schedule does not fit.

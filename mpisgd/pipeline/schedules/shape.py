@@ -13,13 +13,14 @@ Ranks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """What a schedule is made for.
+    """Ranks, stages and connections of a pipeline, for which a schedule is made.
 
     Attributes:
-        ranks: of each stage, the ranks that have it, within the pipeline; several are its replicas.
-        num_micro_batches: of one step.
-        skips: pairs of stages (from, to) with a connection that passes over others.
-        ties: of each set of tied parameters, the stages that have them.
+        ranks: for each stage the ranks that have it, numbered within the pipeline; several ranks are
+            replicas.
+        num_micro_batches: number of micro-batches of a step.
+        skips: pairs of stages (from, to) with a skip connection.
+        ties: for each set of tied parameters the stages that have them.
     """
 
     ranks: Ranks
@@ -59,7 +60,7 @@ class PipelineShape:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """All connections (from, to): from each stage to the next, and those that pass over others."""
+        """All connections (from, to): from each stage to the next, and the skip connections."""
         chain = [(stage, stage + 1) for stage in range(self.num_stages - 1)]
         return (*chain, *(skip for skip in self.skips if skip[1] > skip[0] + 1))
 
@@ -85,10 +86,10 @@ class PipelineShape:
         return tuple(sorted({rank for stage in self.ties[tie] for rank in self.ranks[stage]}))
 
     def depth(self, stage: int) -> int:
-        """Return how many forward passes a replica of a stage is ahead of its backward passes, in 1F1B.
+        """Return by how many forward passes 1F1B leads the backward passes, for a replica of a stage.
 
-        So many micro-batches are needed to keep the later stages busy: the ranks of later stages, divided
-        among the replicas of this one. Of p stages on p ranks, stage s is p - 1 - s ahead.
+        It is the number of micro-batches that keeps the later stages busy: the number of ranks of later
+        stages, divided by the replicas of this one. With p stages on p ranks it is p - 1 - s for stage s.
         """
         later = sum(self.replicas[stage + 1 :])
         return -(-later // self.replicas[stage])

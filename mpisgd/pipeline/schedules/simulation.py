@@ -23,13 +23,13 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """How long actions take; numbers, or one for each stage.
+    """Durations of actions: a number, or one for each stage.
 
     Attributes:
-        forward: of a micro-batch.
-        backward: of a micro-batch.
+        forward: forward pass of a micro-batch.
+        backward: backward pass of a micro-batch.
         update: the optimizer's step.
-        transfer: from the end of a pass to what is sent being on another rank.
+        transfer: time from the end of a pass until its result has arrived on another rank.
     """
 
     forward: PerStage = 1

@@ -127,20 +127,21 @@ def _workers(shape: PipelineShape, rank: int) -> list[_Worker]:
 
 @dataclass(frozen=True)
 class PipeDream(Stashing):
-    """Asynchronous 1F1B with weight stashing: each micro-batch is a minibatch with an update of its own.
+    """Asynchronous 1F1B with weight stashing: each micro-batch is a minibatch with its own update.
 
-    A micro-batch's backward reads the weights that its forward has read. With n stages, counted from 0, and
-    w_s(t) the weights of stage s after t updates:
+    The backward of a micro-batch uses the weights that its forward has used. With n stages, counted from 0,
+    and w_s(t) the weights of stage s after t updates:
 
         w(t+1) = w(t) - lr * grad f( w_0(t-n+1), w_1(t-n+2), ..., w_{n-1}(t) )
 
-    and with `vertical_sync` all stages read the version that the first one had as the micro-batch came in:
+    and with `vertical_sync` all stages read the version that the first stage had when the micro-batch
+    entered:
 
         w(t+1) = w(t) - lr * grad f( w_0(t-n+1), w_1(t-n+1), ..., w_{n-1}(t-n+1) )
 
     where versions before the first are the first. Stage s keeps n - s versions of its weights, with
-    `vertical_sync` each keeps n. Replicas of a stage take micro-batches in turn and average the gradients of
-    as many as they are. Narayanan et al. 2019, "PipeDream: Generalized pipeline parallelism for DNN
+    `vertical_sync` each keeps n. Replicas of a stage take micro-batches in turn; an update averages one
+    gradient of each replica. Narayanan et al. 2019, "PipeDream: Generalized pipeline parallelism for DNN
     training".
 
     Args:

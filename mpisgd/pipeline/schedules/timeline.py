@@ -24,8 +24,8 @@ class PipelineTimeline:
     """What every rank did and when.
 
     Attributes:
-        spans: of each rank, in order; what lies between them is waiting.
-        title: what was recorded.
+        spans: the actions of each rank, in order; a rank waits in the time between them.
+        title: title of the picture.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -38,12 +38,12 @@ class PipelineTimeline:
 
     @property
     def duration(self) -> float:
-        """From there to the last end of one."""
+        """The time from `begin` to the end of the last action."""
         return max((span.end for span in self._work()), default=0.0) - self.begin
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time without a forward, a backward or an update: the bubble, and more."""
+        """The share of all ranks' time without a forward, a backward or an update; at least the bubble."""
         total = self.duration * len(self.spans)
         return 1.0 - sum(span.end - span.begin for span in self._work()) / total if total else 0.0
 
@@ -53,7 +53,7 @@ class PipelineTimeline:
         return 1.0 - busy / self.duration if self.duration else 0.0
 
     def mean_costs(self, kind: Kind, num_stages: int) -> list[float]:
-        """Return how long an action of a kind took on average, of each stage."""
+        """Return the mean duration of the actions of a kind, for each stage."""
         times: list[list[float]] = [[] for _ in range(num_stages)]
         for span in self._work():
             if span.action.kind is kind:

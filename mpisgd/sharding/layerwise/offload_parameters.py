@@ -32,11 +32,10 @@ def offload_parameters(
     init: Initialize | None = None,
     group: Group | None = None,
 ) -> None:
-    """Keep the parameters and gradients of a model in files, of which each rank has an equal part.
+    """Keep the parameters and gradients of a model in files; each rank has an equal part of them.
 
     Collective: all ranks of `group` call it for the same model. Each layer is in memory while it computes
-    forward or backward, and what comes next is read meanwhile. Pass the same `offload` to
-    `Sharded(offload=...)`.
+    forward or backward; meanwhile the next one is read. Pass the same `offload` to `Sharded(offload=...)`.
 
         offload = mpisgd.Offload("/scratch/run", what="optimizer,parameters")
         with torch.device("meta"):
@@ -44,17 +43,16 @@ def offload_parameters(
         mpisgd.offload_parameters(model, offload)           # layer by layer: memory, first values, file
 
     A parameter that several layers use is in memory with each of them. The values are those of the first
-    rank. `model.state_dict()` and `load_state_dict()` are collective then, and the former has its
-    values in a file, too, from which the kernel reads what is used.
+    rank. `model.state_dict()` and `load_state_dict()` become collective; the tensors of `state_dict()` are
+    mapped from a file, so that only the parts that are used are read.
 
     Args:
         model: on the CPU, or on the device "meta", where its parameters have no memory.
         offload: where the files are.
-        layers: the modules that are brought into memory as a whole; by default the children of the model, and
-            what is in containers such as `Sequential` and `ModuleList`. Other modules must not use their
-            parameters.
-        init: gives a layer that was on "meta" its first values; by default `reset_parameters()` of the
-            modules in it does.
+        layers: the modules that are loaded as a whole; by default the children of the model, and the children
+            of containers such as `Sequential` and `ModuleList`. Other modules must not use their parameters.
+        init: a function that sets the first values of a layer that was on "meta"; by default the
+            `reset_parameters()` of its modules.
         group: defaults to all processes of the job.
 
     Raises:

@@ -17,25 +17,27 @@ LEAST_BLOCK_BYTES = 4096
 
 @dataclass(frozen=True)
 class Offload:
-    """State in files of a folder, read ahead of its use and written back behind it (ZeRO-Infinity).
+    """State in files of a folder, read before it is used and written back afterwards (ZeRO-Infinity).
 
-    Without a folder the optimizer state of a model on a GPU is in host memory (ZeRO-Offload). With one or
-    without, the optimizer then updates copies of the parameters in host memory, on the CPU.
+    Without a folder, the optimizer state of a model on a GPU is kept in host memory (ZeRO-Offload). For a
+    model on a GPU, with a folder or without, the optimizer updates copies of the parameters in host memory,
+    on the CPU.
 
-    The memory for files is `2 * (prefetch + 1) * block_bytes` on each rank, whatever the size of the model.
-    The files are private to the user and have no name: nothing of them remains after the job, however it
-    ends. Their layout is that of safetensors.
+    The buffers for files take `2 * (prefetch + 1) * block_bytes` on each rank, for a model of any size. The
+    files are private to the user and have no name, so that nothing of them remains after the job, however it
+    ends. Their format is safetensors.
 
     Args:
-        folder: on a disk of each host, by preference a local one. Checkpoints may lie there, too. None: state
-            is in host memory, and the other arguments say nothing.
+        folder: on a disk of each host, preferably a local one. It may also contain checkpoints. None: state
+            is in host memory, and the other arguments have no effect.
         what: `"optimizer"`, or `"optimizer,parameters"` for models whose parameters do not fit into memory,
             either: see `mpisgd.offload_parameters`.
-        prefetch: how many blocks are read ahead, and how many may wait to be written.
-        block_bytes: what is read or written at once.
-        io: `"direct"` goes past the page cache of the kernel, `"buffered"` through it, `"auto"` is the one
-            that a short measurement in the folder finds faster.
-        checksum: of each block, compared when it is read: None, `"crc32"`, or a name that `hashlib` knows.
+        prefetch: number of blocks that are read ahead, and number of blocks that may wait to be written.
+        block_bytes: size of a block, which is read or written at once.
+        io: `"direct"` bypasses the page cache of the kernel, `"buffered"` uses it, `"auto"` takes the faster
+            one, by a short measurement in the folder.
+        checksum: checksum of each block, compared when it is read: None, `"crc32"`, or a name that `hashlib`
+            knows.
 
     Raises:
         InvalidArgument: an invalid argument.
@@ -82,5 +84,5 @@ class Offload:
 
     @property
     def parts(self) -> frozenset[str]:
-        """What is in files: some of "optimizer" and "parameters"."""
+        """What is in files: "optimizer", "parameters", or both."""
         return frozenset(part.strip() for part in self.what.split(","))

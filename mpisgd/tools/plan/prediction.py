@@ -28,12 +28,12 @@ __all__ = ["LeftOut", "Options", "Prediction", "level_seconds", "predict", "pred
 
 @dataclass(frozen=True)
 class Options:
-    """How a prediction is made.
+    """Options of a prediction.
 
     Attributes:
-        algorithm: of all-reduces, or `auto`: the fastest of those that mpisgd has.
-        compression_s: seconds of an element, by compressor.
-        overlap: as of `DistributedOptimizer`.
+        algorithm: the algorithm of all-reduces, or `auto`: the fastest of mpisgd's.
+        compression_s: seconds per element, by compressor.
+        overlap: as for `DistributedOptimizer`.
     """
 
     algorithm: str = AUTO
@@ -43,7 +43,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A method that cannot be planned on so many ranks, and why."""
+    """A method that cannot be planned on this number of ranks, and the reason."""
 
     method: str
     ranks: int
@@ -52,16 +52,16 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a method takes on some ranks.
+    """The prediction for a method on some ranks.
 
     Attributes:
-        method: as it was written.
-        cluster: the ranks.
-        profile: of a rank's step without communication, stragglers included.
-        step: the planned one.
-        memory: of a rank.
-        straggler_s: what of a step is waiting for the slowest rank's compute.
-        interruptions: None where the cluster does not tell of failures.
+        method: the method, as it was written.
+        cluster: the cluster, with its ranks.
+        profile: a rank's step without communication, including stragglers.
+        step: the planned step.
+        memory: memory of a rank.
+        straggler_s: seconds of a step spent waiting for the slowest rank.
+        interruptions: the cost of failures; None if the cluster has no `[failures]`.
     """
 
     method: str
@@ -74,42 +74,44 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """From one step to the next."""
+        """Seconds from one step to the next."""
         return self.step.step_s
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward of a rank of average speed."""
+        """Seconds of forward and backward of a rank of average speed."""
         return self.profile.compute_s - self.straggler_s
 
     @property
     def exposed_s(self) -> float:
-        """What communication adds to a step: what is not hidden, with what strategies compute for it."""
+        """Seconds that communication adds to a step: what is not hidden, and the strategy's computation."""
         return max(0.0, self.step_s - self.profile.compute_s - self.step.optimizer_s)
 
     @property
     def examples_per_s(self) -> float:
-        """Of all ranks together, without interruptions."""
+        """Examples per second of all ranks together, without interruptions."""
         return self.profile.batch * self.cluster.size / self.step_s
 
     @property
     def price_per_hour(self) -> float:
-        """Of all hosts."""
+        """Price of all hosts."""
         return self.cluster.price_per_hour * self.cluster.hosts
 
     @property
     def price_per_million(self) -> float:
-        """Of a million examples; 0 without a price."""
+        """Price of a million examples; 0 if no price is given."""
         return self.price_per_hour / 3600 * 1e6 / self.examples_per_s
 
     @property
     def fits(self) -> bool:
-        """Whether a rank has the memory for it."""
+        """Whether a rank has enough memory."""
         return self.cluster.memory_bytes is None or self.memory.total <= self.cluster.memory_bytes
 
     @property
     def bound(self) -> str:
-        """What rules the step: compute, the optimizer, latency, compression, or the busiest kind of link."""
+        """The largest part of the step: compute, optimizer, latency, compression, or the busiest kind of
+        link.
+        """
         if not self.fits:
             return "memory of a rank"
         parts = {
@@ -144,7 +146,7 @@ def _seconds(level: tuple[str, float]) -> float:
 
 
 def level_seconds(cluster: Cluster, traffic: Mapping[str, float]) -> dict[str, float]:
-    """Return how long the busiest link of each level is busy with what it carries."""
+    """Return the seconds for which the busiest link of each level is used."""
     network, rates = cluster.network, {"memory": cluster.within.bytes_per_s}
     rates |= {"rank out": cluster.within.bytes_per_s, "rank in": cluster.within.bytes_per_s}
     if isinstance(network, FatTree):
@@ -158,10 +160,10 @@ def level_seconds(cluster: Cluster, traffic: Mapping[str, float]) -> dict[str, f
 def predict(
     cluster: Cluster, profile: StepProfile, method: Method, options: Options | None = None
 ) -> Prediction:
-    """Return what a method takes on all ranks of a cluster.
+    """Return the prediction for a method on all ranks of a cluster.
 
     Raises:
-        InvalidArgument: it is not planned, or not for so many ranks.
+        InvalidArgument: this method cannot be planned, or not for this number of ranks.
     """
     options = options or Options()
     measured = options.compression_s or {}
@@ -202,10 +204,10 @@ def predict_all(
     *,
     layouts: bool = False,
 ) -> tuple[list[Prediction], list[LeftOut]]:
-    """Return the predictions of all methods on all clusters, the fastest first; and what has none.
+    """Return predictions of all methods on all clusters, the fastest first, and the methods left out.
 
-    Those that fit into memory come before those that do not. With `layouts` there are also tensor and
-    pipeline parallelism, as far as the model's blocks and the ranks allow; see `layouts_of`.
+    Methods that fit into memory come first. `layouts=True` adds tensor and pipeline parallelism, as far as
+    the model's blocks and the ranks allow; see `layouts_of`.
     """
     found: list[Prediction] = []
     left_out: list[LeftOut] = []

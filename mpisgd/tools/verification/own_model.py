@@ -32,20 +32,19 @@ SILENCE = (
 
 
 class Verification(NamedTuple):
-    """What `verify` found; the same on all ranks. It is true if the training is what it must be.
+    """What `verify` found; the same on all ranks. It is true if the training equals its definition.
 
     Attributes:
-        difference: the largest one of all ranks, steps and parameters.
-        tolerance: what the step allows that allows most: what another order of additions makes, and never
-            more than a hundredth of what the step moved.
-        reason: where the tolerance comes from.
-        step: the first one in which the difference was too large; -1 if none.
-        parameter: the one that differed most in that step, "" if none.
-        module: the first one in which that step computes something else than one process does; "" if none, or
-            if it is the model itself, or the loss.
-        what: of it, in words, "" if the step is equal.
-        undecided: why it cannot be told whether the training is what it must be, "" if it can. It is not
-            verified then, and this is false.
+        difference: the largest difference over all ranks, steps and parameters.
+        tolerance: the largest tolerance of all steps. That of a step is the difference that another order of
+            additions makes, at most a hundredth of the step's update.
+        reason: how the tolerance was found.
+        step: the first step in which the difference was too large; -1 if none.
+        parameter: the parameter that differed most in that step; "" if none.
+        module: the first module whose computation in that step differs from that of one process; "" if none,
+            or if it is the model itself or the loss.
+        what: what of the module differs, in words; "" if no step differs.
+        undecided: why the comparison cannot decide, "" if it can. If it cannot, the result is false.
     """
 
     difference: float
@@ -83,34 +82,35 @@ def verify(
     definition: Strategy | None = None,
     **options: Any,
 ) -> Verification:
-    """Train a model by all ranks and by one process, and compare the parameters after each step. Collective.
+    """Compare the training of a model on all ranks with that of one process, step by step. Collective.
 
-    Every rank also does what one process would do: twice, to see that nothing is random, and once more with
-    the examples in another order, to see how far that drifts. So this takes about as long as four trainings
-    by one process.
+    Every rank also computes what one process would compute: twice, to see that nothing is random, and once
+    more with the examples in another order, to measure the rounding error. So it takes about as long as four
+    trainings by one process.
 
-    What cannot be told from a training without any communication counts as not verified.
+    A training that ranks without any communication would finish with the same parameters counts as not
+    verified.
 
     Args:
-        make_model: makes the model; it need not be the same on all ranks, rank 0's is taken. Parameters may
-            be frozen, unused, or shared by several modules. Nothing may be random during the training, as
-            dropout is.
+        make_model: makes the model. Its first values may differ between ranks; those of rank 0 are used.
+            Parameters may be frozen, unused, or shared by several modules. The training must not be random,
+            so no dropout.
         make_optimizer: makes the optimizer of a list of parameters, without mpisgd; with any groups. One
             whose `step` needs a closure, such as LBFGS, gets one.
         loss: the mean loss over the examples, called with the model and a part of a batch.
         batches: joined batches of all ranks, the same on each; tensors whose first dimension is a multiple
             of the number of ranks. There is one step for each.
         strategy: as for `DistributedOptimizer`; `Synchronous` by default.
-        definition: the strategy that this must be equal to, of which one process does the arithmetic:
-            `Synchronous`, `Sharded`, `LocalSGD(sync_every)`, `DiLoCo` with its outer SGD, `ElasticAveraging`.
-            By default `strategy`, also one of your own that has a method `paper()`; for others of your own
-            say what they are to be equal to.
-        options: further arguments of `DistributedOptimizer`, such as `share_parameters`. With `op=SUM` one
-            process adds up the gradients of all shares; with `op=mpisgd.Adasum` it combines them adaptively.
+        definition: the strategy that is computed by one process for comparison: `Synchronous`, `Sharded`,
+            `LocalSGD(sync_every)`, `DiLoCo` with its outer SGD, or `ElasticAveraging`. By default the same as
+            `strategy`. A strategy of your own needs a method `paper()`, or a `definition` that it must equal.
+        options: further arguments of `DistributedOptimizer`, such as `share_parameters`. With `op=SUM` the
+            reference adds up the gradients of all shares; with `op=mpisgd.Adasum` it combines them
+            adaptively.
 
     Raises:
-        InvalidArgument: a batch does not divide evenly, or nothing is there to compare with: no definition,
-            or a training by one process that is not finite, or another one when it is repeated.
+        InvalidArgument: a batch does not divide evenly, or there is nothing to compare with: no definition,
+            or the training of one process is not finite or differs when it is repeated.
 
     Example:
         >>> found = mpisgd.verify(make_model, make_optimizer, loss, batches)
