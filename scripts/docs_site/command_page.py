@@ -55,7 +55,7 @@ def _sections(name: str, command: Any) -> Iterator[str]:
 def _section(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
-    usage = " ".join([name, "[OPTIONS]" * bool(options), *map(_metavar, arguments)])
+    usage = " ".join([name, *["[OPTIONS]"] * bool(options), *map(_metavar, arguments)])
     text = f"## {name}\n\n```text\n{usage}\n```\n\n{_help(command.help or '')}\n"
     rows = [(f"`{_metavar(p)}`", p) for p in arguments] + [(_option(p), p) for p in options]
     if rows:

@@ -23,10 +23,13 @@ from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
 __all__ = ["CompressionOption", "Method", "StrategyOption", "common_model", "finish", "read_method"]
 
 StrategyOption = Annotated[
-    str, typer.Option("--strategy", help="How the ranks' models relate, such as LocalSGD(8), DiLoCo(40).")
+    str,
+    typer.Option(
+        "--strategy", help="What the ranks exchange and how often, such as LocalSGD(8), DiLoCo(40)."
+    ),
 ]
 CompressionOption = Annotated[
-    str, typer.Option("--compression", help="What gradients travel as, such as bf16, TopK(ratio=0.01).")
+    str, typer.Option("--compression", help="Compression of gradients, such as bf16, TopK(ratio=0.01).")
 ]
 
 

@@ -18,7 +18,9 @@ PAGE = "docs/reference/errors.md"
 
 
 def explain(
-    name: str = typer.Argument("", help="As in [mpisgd:NAME], or of the class; default: list all."),
+    name: str = typer.Argument(
+        "", help="The name in [mpisgd:NAME], or that of the class; default: list all."
+    ),
 ) -> None:
     """Say what an error means, what usually causes it, and what to do."""
     known = {anchor(kind): kind for kind in _kinds()}

@@ -16,7 +16,7 @@ __all__ = ["info"]
 
 
 def info(
-    as_json: bool = typer.Option(False, "--json", help="For machines: everything every rank knows."),
+    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
 ) -> None:
     """Show what mpisgd finds here: alone, or for a whole job under mpirun."""
     # Here, since they load torch: seconds that `--help` need not take.

@@ -24,14 +24,18 @@ MOST_PARAMETERS = 10**13  # beyond which a table of layers would take the memory
 
 
 def memory(
-    model: str = typer.Option("", help="module:function that returns the model, without arguments."),
-    parameters: float = typer.Option(0.0, min=0.0, help="Instead of a model: how many parameters it has."),
-    dtype: str = typer.Option("", help="Of the parameters: float32 by default, or as the model has them."),
+    model: str = typer.Option(
+        "", help="module:function, where the function takes no arguments and returns the model."
+    ),
+    parameters: float = typer.Option(0.0, min=0.0, help="Number of parameters, instead of --model."),
+    dtype: str = typer.Option("", help="dtype of the parameters; default: that of the model, or float32."),
     optimizer: str = typer.Option("AdamW", help="The name of a class of torch.optim."),
-    master: str = typer.Option("", help="Precision of updates, such as float32 for a model in bfloat16."),
-    ranks: int = typer.Option(1, min=1, help="How many ranks train together."),
-    ranks_per_host: int | None = typer.Option(None, min=1, help="How many of them share a host; all."),
-    strategy: list[str] = typer.Option([], help="Such as DiLoCo(100); several times for several."),
+    master: str = typer.Option("", help="dtype of updates, such as float32 for a model in bfloat16."),
+    ranks: int = typer.Option(1, min=1, help="Number of ranks that train together."),
+    ranks_per_host: int | None = typer.Option(
+        None, min=1, help="Number of ranks on each host; default: all."
+    ),
+    strategy: list[str] = typer.Option([], help="A strategy, such as DiLoCo(100); may be repeated."),
 ) -> None:
     """Print what each rank will keep in memory for a training, by strategy. Starts no job."""
     # Here, since it loads torch: seconds that `--help` need not take.

@@ -27,7 +27,8 @@ __all__ = ["plan"]
 
 ClusterPath = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A .toml file, or a profile of `tune`.")]
 Program = Annotated[
-    list[str] | None, typer.Argument(metavar="[PROGRAM [ARGS]...]", help="With --measure: the program.")
+    list[str] | None,
+    typer.Argument(metavar="[PROGRAM [ARGS]...]", help="With --measure: the program and its arguments."),
 ]
 BATCH = 32
 MODEL = (
@@ -37,9 +38,11 @@ MODEL = (
 )
 Model = Annotated[str, typer.Option(help=MODEL, show_default=False)]
 Measure = Annotated[
-    bool, typer.Option("--measure", help="Run PROGRAM for some steps and plan with its step.")
+    bool, typer.Option("--measure", help="Run PROGRAM for some steps, and use its measured step.")
 ]
-Save = Annotated[Path | None, typer.Option(readable=False, help="Write the step here, for --model.")]
+Save = Annotated[
+    Path | None, typer.Option(readable=False, help="Write the step into this file, for --model.")
+]
 Batch = Annotated[
     int | None, typer.Option(min=1, help=f"Examples of one rank; default: {BATCH}.", show_default=False)
 ]
@@ -47,10 +50,13 @@ Optimizer = Annotated[
     str, typer.Option(help="sgd, momentum, adam or adamw; default: sgd.", show_default=False)
 ]
 Ranks = Annotated[
-    str, typer.Option(help="Numbers of ranks; default: all of the cluster.", show_default=False)
+    str, typer.Option(help="Numbers of ranks; default: all ranks of the cluster.", show_default=False)
 ]
 Methods = Annotated[
-    str, typer.Option(help="Strategies, some with + a compression, between semicolons.", show_default=False)
+    str,
+    typer.Option(
+        help="Methods, separated by semicolons: strategies, with a compression after +.", show_default=False
+    ),
 ]
 Layouts = Annotated[
     bool, typer.Option(help="Also plan tensor and pipeline parallelism, where the model's blocks are known.")
@@ -60,15 +66,19 @@ Algorithm = Annotated[
 ]
 Collectives = Annotated[
     str,
-    typer.Option(help="Also show what an all-reduce of this size takes, such as 64MiB.", show_default=False),
+    typer.Option(
+        help="Also show the times of an all-reduce of this size, such as 64MiB.", show_default=False
+    ),
 ]
-Top = Annotated[int, typer.Option(min=1, help="Rows of the table.")]
+Top = Annotated[int, typer.Option(min=1, help="Number of rows of the table.")]
 Throughput = Annotated[
     Path | None,
-    typer.Option("--plot", readable=False, help="Draw examples per second over ranks into this PNG."),
+    typer.Option(
+        "--plot", readable=False, help="Draw examples per second over the number of ranks into this PNG file."
+    ),
 ]
 Timeline = Annotated[
-    Path | None, typer.Option(readable=False, help="Draw the step of the first rows into this PNG.")
+    Path | None, typer.Option(readable=False, help="Draw the step of the first rows into this PNG file.")
 ]
 
 

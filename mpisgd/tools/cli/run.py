@@ -59,15 +59,15 @@ class Attempt(NamedTuple):
 def run(
     command: list[str] = typer.Argument(..., metavar="PROGRAM [ARGS]...", help="A .py file, or any command."),
     num_ranks: int | None = typer.Option(
-        None, "-n", "--ranks", min=1, help="Processes; default: mpirun's own, all slots that there are."
+        None, "-n", "--ranks", min=1, help="Number of ranks; default: that of mpirun, all slots."
     ),
-    hostfile: Path | None = typer.Option(None, help="Hosts and slots; see hostfiles/."),
-    restarts: int = typer.Option(0, min=0, help="Start again so often after a failure."),
+    hostfile: Path | None = typer.Option(None, help="File with hosts and slots; see hostfiles/."),
+    restarts: int = typer.Option(0, min=0, help="Number of restarts after failures."),
     pause_s: float = typer.Option(
         1.0,
         "--pause",
         min=0.0,
-        help=f"Seconds before the first; twice as long each time, up to {MAX_PAUSE_S:.0f}.",
+        help=f"Seconds before the first restart; doubled each time, up to {MAX_PAUSE_S:.0f}.",
     ),
     module: bool = typer.Option(False, "--module", "-m", help="PROGRAM is a Python module."),
     elastic: bool = typer.Option(

@@ -38,9 +38,9 @@ SAMPLE_S = 0.2  # of the time that a process spends on a core
 STANDS_STEPS, STANDS_S = 10, 2.0
 ENDED = "the job has ended"
 
-Pid = Annotated[int | None, typer.Option(help="A process of the job, where several run here.")]
-Once = Annotated[bool, typer.Option("--once", help="Print it once, as plain text.")]
-Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
+Pid = Annotated[int | None, typer.Option(help="A process of the job, if several jobs run here.")]
+Once = Annotated[bool, typer.Option("--once", help="Print the table once, as plain text.")]
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")]
 
 
 class Usage(NamedTuple):

@@ -20,13 +20,15 @@ LONGEST_NAME = 60
 
 
 def trace(
-    files: list[Path] = typer.Argument(..., help="Timelines of ranks, or of all; or folders of them."),
-    out: Path | None = typer.Option(None, help="Write one file of all of them for Perfetto."),
-    html: Path | None = typer.Option(None, help="Write a page that shows it in pictures."),
-    steps: str = typer.Option(
-        "", help="Steps FIRST:LAST whose timeline is on the page; default: typical ones."
+    files: list[Path] = typer.Argument(
+        ..., help="Timelines of single ranks or of all, or folders with them."
     ),
-    top: int = typer.Option(15, min=1, help="The kinds of operations that took longest."),
+    out: Path | None = typer.Option(None, help="Write one file with all timelines for Perfetto."),
+    html: Path | None = typer.Option(None, help="Write an HTML page with charts."),
+    steps: str = typer.Option(
+        "", help="Steps FIRST:LAST in the timeline of the page; default: typical ones."
+    ),
+    top: int = typer.Option(15, min=1, help="Number of rows: the operations that took longest."),
 ) -> None:
     """Merge timelines, and sum them up: time per operation, who came last, what was hidden."""
     chosen = _steps(steps) if steps else None

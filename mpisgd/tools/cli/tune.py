@@ -21,13 +21,17 @@ __all__ = ["tune"]
 
 
 def tune(
-    budget_s: float = typer.Option(30.0, "--budget", min=0.0, help="Seconds; more of them, larger sizes."),
-    last: str = typer.Option("64MiB", "--max-size", help="The largest size, if the budget suffices."),
-    passes: int = typer.Option(2, min=1, help="Times to measure; the best counts."),
-    out: Path | None = typer.Option(
-        None, readable=False, help="Write here, not where mpisgd looks by itself."
+    budget_s: float = typer.Option(
+        30.0, "--budget", min=0.0, help="Seconds for all measurements; more allow larger sizes."
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Show what was measured and write nothing."),
+    last: str = typer.Option("64MiB", "--max-size", help="Largest message, if the budget suffices."),
+    passes: int = typer.Option(2, min=1, help="Number of measurements, of which the best is used."),
+    out: Path | None = typer.Option(
+        None,
+        readable=False,
+        help="Write the profile into this file, not to the place where jobs look for it.",
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the measurements and write nothing."),
 ) -> None:
     """Benchmark each algorithm by message size on these ranks, and save a profile for `auto`."""
     # Here, since they load torch: seconds that `--help` need not take.

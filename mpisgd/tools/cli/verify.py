@@ -32,11 +32,15 @@ __all__ = ["verify"]
 RANKS = {False: "1,2,3,4", True: "3,4"}  # by --quick
 WIDTH = 200  # at most, where the table goes to a file
 
-Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all cells here.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="PATH", help="Write all cells into this JSON file.")
+]
 Picture = Annotated[
     Path | None,
     typer.Option(
-        "--plot", metavar="PATH", help="Draw the matrix here, and that of methods x situations beside it."
+        "--plot",
+        metavar="PATH",
+        help="Draw the matrix into this PNG file, and that of methods x situations beside it.",
     ),
 ]
 
@@ -50,10 +54,10 @@ def verify(
         ),
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a run with the same source was stopped.")
+        bool, typer.Option("--resume", help="Continue a run of the same source that was stopped.")
     ] = False,
     minutes: Annotated[
-        float, typer.Option(help="Stop trying methods in situations after so many minutes; 0: at the end.")
+        float, typer.Option(help="Stop the methods in situations after this many minutes; 0: no limit.")
     ] = 0.0,
     under_mpi: Annotated[
         bool,
@@ -64,23 +68,23 @@ def verify(
         ),
     ] = False,
     sabotage: Annotated[
-        bool, typer.Option("--sabotage", help="Break every mode on purpose; each must be found.")
+        bool, typer.Option("--sabotage", help="Break every mode on purpose; each fault must be found.")
     ] = False,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Modes whose name contains TEXT.")] = "",
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Run only modes whose name contains TEXT.")] = "",
     ranks: Annotated[
-        str, typer.Option(help="Of the jobs that it starts; default: 1,2,3,4, with --quick 3,4.")
+        str, typer.Option(help="Numbers of ranks of the jobs; default: 1,2,3,4, with --quick 3,4.")
     ] = "",
-    launcher: Annotated[str, typer.Option(help="What starts a job; default: mpirun.")] = "",
+    launcher: Annotated[str, typer.Option(help="Command that starts a job; default: mpirun.")] = "",
     cluster: Annotated[
         str,
         typer.Option(
-            help='What starts a job on emulated hosts, as "scripts/cluster" does; default: that of a '
-            'checkout; "none": let ranks of this host count as those of two.'
+            help='Command that starts a job on emulated hosts, with the options of "scripts/cluster"; '
+            'default: that of a checkout; "none": ranks of this host count as those of two.'
         ),
     ] = "",
     method: Annotated[
         str,
-        typer.Option(metavar="MODULE:CALL", help="A strategy or compressor of your own, and nothing else."),
+        typer.Option(metavar="MODULE:CALL", help="Verify only this strategy or compressor of your own."),
     ] = "",
     refusals: Annotated[
         bool, typer.Option("--refusals", help="Print why methods are refused in situations.")
@@ -89,7 +93,11 @@ def verify(
     plot_file: Picture = None,
     html_file: Annotated[
         Path | None,
-        typer.Option("--html", metavar="PATH", help="Write methods x situations here, as a table to filter."),
+        typer.Option(
+            "--html",
+            metavar="PATH",
+            help="Write methods x situations into this HTML file, as a table to filter.",
+        ),
     ] = None,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for each job.")] = 600.0,
     cells: Annotated[Path | None, typer.Option(hidden=True)] = None,

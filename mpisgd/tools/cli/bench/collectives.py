@@ -27,8 +27,10 @@ __all__ = ["collectives"]
 def collectives(
     only: Annotated[str, typer.Option(help="Collectives, separated by commas.")] = "all",
     sizes: Annotated[str, typer.Option(help="A range (times 4), or a list: 4,64KiB,1MiB.")] = "4-256MiB",
-    dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "float32",
-    algorithms: Annotated[str, typer.Option(help="Of mpisgd.all_reduce: auto,mpi,ring,...")] = "auto",
+    dtypes: Annotated[str, typer.Option(help="dtypes, separated by commas.")] = "float32",
+    algorithms: Annotated[
+        str, typer.Option(help="Algorithms of mpisgd.all_reduce: auto,mpi,ring,...")
+    ] = "auto",
     device: Device = "cpu",
     peers: Frameworks = ALL_PEERS,
     rounds: Rounds = 20,
@@ -38,7 +40,7 @@ def collectives(
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
-    """Time each collective beside MPI's own, gloo's, Horovod's, and what memory or link allow."""
+    """Time each collective beside those of MPI, gloo and Horovod, and the limit of memory or link."""
     from mpisgd.collectives.all_reduce import CHOICES
     from mpisgd.tools.bench.collectives import CollectivesPlan, run_collectives
     from mpisgd.tools.bench.measure import Pace

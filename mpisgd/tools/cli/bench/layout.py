@@ -28,18 +28,21 @@ __all__ = ["layout"]
 Program = Annotated[
     list[str], typer.Argument(metavar="PROGRAM [ARGS]...", help="A .py file, or any command.")
 ]
-Ranks = Annotated[str, typer.Option(help="Numbers of ranks to try; default: what divides the cores.")]
+Ranks = Annotated[
+    str, typer.Option(help="Numbers of ranks to try; default: the divisors of the number of cores.")
+]
 Threads = Annotated[
-    str, typer.Option(help="Numbers of threads of a rank; default: all that it can have, and half of them.")
+    str,
+    typer.Option(help="Threads of a rank to try; default: the cores divided by the ranks, and half of that."),
 ]
 BATCH = (
     "What a step trains on: a batch of each rank (rank), one that the ranks divide (total), or so many "
-    "examples, of which a rank's share replaces {batch} in ARGS."
+    "examples, where {batch} in ARGS is replaced by a rank's share."
 )
 Batch = Annotated[str, typer.Option(help=BATCH)]
-Warmup = Annotated[int, typer.Option(min=1, help="Steps that do not count.")]
-Steps = Annotated[int, typer.Option(min=2, help="Steps that count, each time the program is started.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Times that each layout is started.")]
+Warmup = Annotated[int, typer.Option(min=1, help="Steps before the measurement.")]
+Steps = Annotated[int, typer.Option(min=2, help="Steps that are measured in each start of the program.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of starts of each layout.")]
 
 
 def layout(
@@ -56,10 +59,10 @@ def layout(
     quick: Quick = False,
     limit_s: TimeLimit = 300.0,
 ) -> None:
-    """Run PROGRAM for some steps in every layout of ranks and threads on this host; say which is fastest.
+    """Run PROGRAM for some steps in every layout of ranks and threads of this host, and compare.
 
-    It must call mpisgd.init() and use torch optimizers, and is ended after so many steps.
-    What it writes, it writes each time. Run the command without mpirun.
+    The program must call mpisgd.init() and use torch optimizers. It is ended after --warmup and --steps
+    steps; files that it writes are written in every run. Run this command without mpirun.
     """
     refuse_under_mpirun("layout")
     from mpisgd.tools.bench.layout.comparison import Comparison

@@ -28,9 +28,9 @@ __all__ = ["memory", "offload"]
 
 
 def memory(
-    ranks: Annotated[int, typer.Option(min=1, help="All of them on this host.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks, all on this host.")] = 2,
     models: Models = "all",
-    threads: Annotated[int, typer.Option(min=0, help="Of torch on each rank; 0: cores / ranks.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="torch threads of each rank; 0: cores / ranks.")] = 0,
     launcher: Launcher = "",
     steps: Annotated[int, typer.Option(min=2, help="Of each training.")] = 8,
     repeats: Annotated[int, typer.Option(min=1, help="Of each training.")] = 3,
@@ -60,20 +60,20 @@ def memory(
 
 
 def offload(
-    folder: Annotated[str, typer.Option(help="On the disk that is to keep the state.")] = "",
-    width: Annotated[int, typer.Option(min=8, help="Of the model's four layers.")] = 4096,
+    folder: Annotated[str, typer.Option(help="Folder for the state, on the disk to measure.")] = "",
+    width: Annotated[int, typer.Option(min=8, help="Width of the model's four layers.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Examples of one rank.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="That are timed.")] = 10,
-    prefetch: Annotated[int, typer.Option(min=1, help="Blocks that are read ahead.")] = 2,
-    block: Annotated[str, typer.Option(help="What is read or written at once.")] = "8MiB",
-    io: Annotated[str, typer.Option(help="direct,buffered, or one of them.")] = "all",
-    checksum: Annotated[str, typer.Option(help="crc32, or one of hashlib's.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Number of timed steps.")] = 10,
+    prefetch: Annotated[int, typer.Option(min=1, help="Number of blocks that are read ahead.")] = 2,
+    block: Annotated[str, typer.Option(help="Size of a block, which is read or written at once.")] = "8MiB",
+    io: Annotated[str, typer.Option(help="direct, buffered, or all for both.")] = "all",
+    checksum: Annotated[str, typer.Option(help="crc32, or a name of hashlib; default: none.")] = "",
     threads: Threads = 0,
     json_file: Json = None,
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
-    """Time steps with the optimizer's state in files, beside the disk alone and the state in memory."""
+    """Time steps with the optimizer's state in files, beside state in memory and the disk alone."""
     from mpisgd.tools.bench.offload import OffloadPlan, run_offload
 
     output = Output(json_file)

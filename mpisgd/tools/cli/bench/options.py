@@ -43,33 +43,40 @@ __all__ = [
 # An option is called like its parameter unless it has a name here.
 Json = Annotated[
     Path | None,
-    typer.Option("--json", readable=False, help="Write everything measured here, with machine and versions."),
+    typer.Option(
+        "--json", readable=False, help="Write all results into this JSON file, with machine and versions."
+    ),
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", readable=False, help="Draw it into this PNG file.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", readable=False, help="Draw the results into this PNG file.")
+]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="A few seconds, to see that it works; the numbers mean little.")
+    bool,
+    typer.Option("--quick", help="A run of a few seconds, to see that it works; its numbers mean little."),
 ]
 Frameworks = Annotated[
     str,
     typer.Option(
-        help="Other frameworks to measure beside: gloo,horovod,nccl; those not there are left out. auto: "
+        help="Other libraries to measure beside: gloo,horovod,nccl; those not installed are left out. auto: "
         "Horovod and gloo, on a GPU Horovod and NCCL."
     ),
 ]
-Device = Annotated[str, typer.Option(help="Where tensors lie: cpu or gpu.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count, unless the budget ends them before.")]
-Budget = Annotated[float, typer.Option("--budget", min=0.0, help="Seconds for each case.")]
+Device = Annotated[str, typer.Option(help="Device of the tensors: cpu or gpu.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Number of measured rounds; --budget may end them earlier.")]
+Budget = Annotated[float, typer.Option("--budget", min=0.0, help="Seconds for each measured case.")]
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1.0, help="Seconds after which a job is ended.")
 ]
 Models = Annotated[str, typer.Option(help="mlp, deep, transformer, separated by commas.")]
 Batch = Annotated[int, typer.Option(min=0, help="Examples of one rank; 0: each model's own.")]
-Threads = Annotated[int, typer.Option(min=0, help="Of torch on each rank; 0: mpisgd's choice.")]
+Threads = Annotated[int, typer.Option(min=0, help="torch threads of each rank; 0: mpisgd's default.")]
 BestThreads = Annotated[
-    int, typer.Option(min=0, help="Of torch on each rank; 0: the fastest, by a short trial before.")
+    int, typer.Option(min=0, help="torch threads of each rank; 0: the fastest, found by a short trial.")
 ]
 DdpBuckets = Annotated[str, typer.Option("--ddp-buckets", help="Bucket sizes to try with DDP.")]
-Launcher = Annotated[str, typer.Option(help='For example "mpirun -hostfile hosts".')]
+Launcher = Annotated[
+    str, typer.Option(help='Command that starts the ranks, such as "mpirun -hostfile hosts".')
+]
 ALL_PEERS = "auto"
 MODELS = tuple(cases.BATCHES)
 

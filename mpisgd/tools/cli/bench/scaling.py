@@ -30,12 +30,12 @@ __all__ = ["scaling"]
 
 
 def scaling(
-    ranks: Annotated[str, typer.Option(help="Rank counts; 1 is always among them.")] = "1,2,4",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks; 1 is always added.")] = "1,2,4",
     models: Models = "all",
     batch: Batch = 0,
     threads: BestThreads = 0,
     launcher: Launcher = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Times to go through all rank counts.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of all numbers of ranks.")] = 2,
     rounds: Rounds = 20,
     budget_s: Budget = 20.0,
     json_file: Json = None,
@@ -43,7 +43,7 @@ def scaling(
     quick: Quick = False,
     limit_s: TimeLimit = 1200.0,
 ) -> None:
-    """Time training steps over rank counts. Run it without mpirun: it starts one for each count."""
+    """Time training steps over numbers of ranks. Run it without mpirun: it starts the jobs itself."""
     refuse_under_mpirun("scaling")
     output = Output(json_file, plot_file)
     counts = sorted({1, *counts_of("--ranks", ranks)})

@@ -46,7 +46,7 @@ def step(
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
-    """Time training steps beside those without communication, one process with all cores, DDP and Horovod."""
+    """Time training steps beside steps without communication, one process, DDP and Horovod."""
     from mpisgd.tools.bench.peers.framework import REFERENCES
     from mpisgd.tools.bench.step import StepPlan, run_steps
     from mpisgd.tools.bench.training import OPTIMIZERS
@@ -63,9 +63,13 @@ def step(
 
 def overlap(
     model: Annotated[str, typer.Option(help="mlp, deep or transformer.")] = "mlp",
-    batch: Annotated[int, typer.Option(min=0, help="Examples of one rank; 0: found, see --share.")] = 0,
-    share: Annotated[float, typer.Option(min=0.0, help="Of the link's time that compute shall take.")] = 0.25,
-    factor: Annotated[int, typer.Option(min=2, help="The second batch is so many times the first.")] = 4,
+    batch: Annotated[int, typer.Option(min=0, help="Examples of one rank; 0: chosen by --share.")] = 0,
+    share: Annotated[
+        float, typer.Option(min=0.0, help="Time of the computation as a share of the link's time.")
+    ] = 0.25,
+    factor: Annotated[
+        int, typer.Option(min=2, help="Size of the second batch as a multiple of the first.")
+    ] = 4,
     threads: Threads = 0,
     buckets: DdpBuckets = "25MiB",
     peers: Frameworks = "gloo",
@@ -76,7 +80,7 @@ def overlap(
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
-    """Compare a step between hosts with its parts: compute, link, all-reduce. Needs several hosts."""
+    """Compare a step between hosts with its parts: computation, link, all-reduce. Needs several hosts."""
     from mpisgd.tools.bench.measure import Pace
     from mpisgd.tools.bench.overlap import OverlapPlan, run_overlap
 
@@ -99,7 +103,7 @@ def checks(
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
-    """Time training steps beside those in which the ranks meet without comparing what they do."""
+    """Measure what the consistency checks cost: steps with and without comparing the ranks' calls."""
     from mpisgd.tools.bench.checks import run_checks
     from mpisgd.tools.bench.step import StepPlan
 

@@ -29,7 +29,8 @@ __all__ = ["compression", "strategies"]
 Methods = Annotated[
     str,
     typer.Option(
-        help="Strategies, some + a compression or with an optimizer, between semicolons.", show_default=False
+        help="Methods, separated by semicolons: STRATEGY, + COMPRESSION and with OPTIMIZER if needed.",
+        show_default=False,
     ),
 ]
 MODELS = tuple(cases.BATCHES)
@@ -38,31 +39,33 @@ MODELS = tuple(cases.BATCHES)
 def strategies(
     methods: Methods = "",
     task: Annotated[str, typer.Option(help="digits, or text: a GPT on bytes.")] = "digits",
-    epochs: Annotated[int, typer.Option(min=1, help="Of each training on digits.")] = 15,
-    steps: Annotated[int, typer.Option(min=6, help="Of each training on text.")] = 300,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of each training on digits.")] = 15,
+    steps: Annotated[int, typer.Option(min=6, help="Steps of each training on text.")] = 300,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings of each method.")] = 3,
     batch: Annotated[
-        int, typer.Option(min=0, help="Images or sequences of a step, over all ranks; 0: 48, or 32 of text.")
+        int,
+        typer.Option(min=0, help="Images or sequences per step, over all ranks; 0: 48 images, 32 sequences."),
     ] = 0,
-    width: Annotated[int, typer.Option(min=1, help="Of the hidden layers for digits.")] = 128,
+    width: Annotated[int, typer.Option(min=1, help="Width of the hidden layers, for digits.")] = 128,
     optimizer: Annotated[
-        str, typer.Option(help="Of methods that name none; default: SGD for digits, AdamW for text.")
+        str,
+        typer.Option(help="Optimizer of methods that name none; default: SGD for digits, AdamW for text."),
     ] = "",
     json_file: Json = None,
     plot_file: Plot = None,
     text_file: Annotated[
-        Path | None, typer.Option("--table", readable=False, help="Write the tables into this file, too.")
+        Path | None, typer.Option("--table", readable=False, help="Also write the tables into this file.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Take what the file of --json has of these methods.")
+        bool, typer.Option("--resume", help="Reuse the results of these methods in the file of --json.")
     ] = False,
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Compare accuracy or loss, time and bytes of strategies and compressions; best on several hosts.
 
-    A method is a strategy, maybe + a compression, maybe with an optimizer: "LocalSGD(8) with SGD(lr=0.3)".
-    Files are written after each training: what ends early leaves what it has, and --resume goes on with it.
+    A method is a strategy, if needed + a compression and with an optimizer: "LocalSGD(8) with SGD(lr=0.3)".
+    Files are written after each training, so that --resume can continue a run that was ended.
     """
     from mpisgd.tools.bench.strategies.curves import StrategiesPlan, run_strategies
     from mpisgd.tools.bench.strategies.digits import Digits
@@ -84,7 +87,7 @@ def compression(
     methods: Methods = "",
     models: Models = "transformer",
     steps: Annotated[
-        int, typer.Option(min=1, help="Of a timed block; a multiple of the strategies' periods.")
+        int, typer.Option(min=1, help="Steps of a timed block; a multiple of the strategies' periods.")
     ] = 32,
     json_file: Json = None,
     plot_file: Plot = None,
