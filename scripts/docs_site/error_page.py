@@ -52,4 +52,4 @@ def _section(cls: type) -> str:
             f"mpisgd/errors.py: the docstring of {cls.__name__} has no {' and no '.join(missing)}"
         )
     body = "\n\n".join(paragraphs)
-    return f"## {cls.__name__} {{ #{anchor(cls)} }}\n\nDerives from {bases}.\n\n{body}\n"
+    return f'<a id="{anchor(cls)}"></a>\n\n## {cls.__name__}\n\nDerives from {bases}.\n\n{body}\n'

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from generated_pages import is_generated
 from measurements import Measurement, all_measurements, as_markdown
 from quantities import BLOCK, quantities
 
@@ -41,7 +42,8 @@ ALLOWED = Path(__file__).with_name("not_measured.toml")
 def pages(root: Path = ROOT) -> list[Path]:
     """The pages that people read; CHANGELOG.md is a record of what was."""
     names = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
-    return [*(root / name for name in names), *sorted((root / "docs").rglob("*.md"))]
+    written = [page for page in sorted((root / "docs").rglob("*.md")) if not is_generated(page)]
+    return [*(root / name for name in names), *written]
 
 
 def generated(measured: Measurement, options: Mapping[str, list[str]], link: str) -> str:

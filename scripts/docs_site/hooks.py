@@ -1,10 +1,8 @@
 """What the documentation site has beyond the files of docs/: a hook of MkDocs.
 
-Pages that say again what the code says are generated when the site is built: the API (from the public names
-and their docstrings), the commands (from the Typer applications), the environment variables
-(mpisgd/config.py), the errors (mpisgd/errors.py) and the tables of benchmarks/. CHANGELOG.md and
-CONTRIBUTING.md become pages as they are. Pages link to other files of the repository by relative paths, as
-on a code host; on the site these are pages with the file's text, or copies of pictures.
+The pages of the API, which docs/reference/api has as text, are shown by mkdocstrings here, and the tables of
+benchmarks/ are added to their page. CHANGELOG.md and CONTRIBUTING.md become pages as they are. Pages link to
+other files of the repository by relative paths, as on a code host; on the site these are pages with the file's text, or copies of pictures.
 """
 
 from __future__ import annotations
@@ -15,10 +13,6 @@ from pathlib import Path
 
 import api_pages
 import benchmark_tables
-import command_page
-import environment_page
-import error_page
-import suites_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -51,11 +45,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, and what pages link to outside of docs/."""
     generated = {
         **api_pages.pages(),
-        "reference/commands.md": command_page.page(),
-        "reference/environment.md": environment_page.page(),
-        "reference/errors.md": error_page.page(),
-        "reference/suites.md": (ROOT / "docs" / "reference" / "suites.md").read_text()
-        + suites_page.sections(),
         "benchmarks.md": (ROOT / "docs" / "benchmarks.md").read_text() + benchmark_tables.sections(),
         "changelog.md": moved("CHANGELOG.md", "changelog.md"),
         "contributing.md": moved("CONTRIBUTING.md", "contributing.md"),

@@ -21,6 +21,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from generated_pages import is_generated
+
 __all__ = ["ROOT", "Block", "blocks", "commands_of", "pages"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +81,8 @@ class Block:
 
 def pages() -> list[Path]:
     """README.md and all pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    written = [page for page in sorted((ROOT / "docs").rglob("*.md")) if not is_generated(page)]
+    return [ROOT / "README.md", *written]
 
 
 def blocks(path: Path) -> list[Block]:

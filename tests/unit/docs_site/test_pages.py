@@ -12,16 +12,18 @@ import environment_page
 import error_page
 import paper_sections
 import pytest
+import reference_pages
+from generated_pages import is_generated
 
 import mpisgd
 from mpisgd import errors
 from mpisgd.config import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if not is_generated(page)]
 # Set by the launcher of a job for its ranks, and by tests.
 INTERNAL = {"MPISGD_RUN_NOTES", "MPISGD_ELASTIC_NEWCOMER", "MPISGD_TEST_OUTPUT"}
-# What is made of them when the site is built.
+# Pages that reference_pages.py writes.
 GENERATED = {"reference/commands.md", "reference/environment.md", "reference/errors.md"}
 FROM_ROOT = {"changelog.md", "contributing.md"}
 
@@ -46,6 +48,37 @@ def test_every_page_is_in_the_navigation():
     nav = set(re.findall(r"- (?:\w+: )?([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     files = {str(page.relative_to(ROOT / "docs")) for page in PAGES}
     assert nav == files | GENERATED | FROM_ROOT
+
+
+def test_the_generated_pages_are_what_the_sources_say():
+    stale = [path for path, text in reference_pages.pages().items() if read(path) != text]
+    assert not stale, f"run: python scripts/docs_site/reference_pages.py --write   (stale: {stale})"
+
+
+def test_no_generated_page_is_left_over():
+    there = {
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md") if is_generated(page)
+    }
+    assert there == reference_pages.pages().keys() - {"reference/suites.md"}
+    assert there >= GENERATED
+
+
+@pytest.mark.parametrize("path", sorted(api_pages.pages()))
+def test_a_page_of_the_api_has_text_for_each_name(path):
+    names = re.findall(r'^(?:::: (mpisgd\S+)|<span id="(\S+)">)', api_pages.pages()[path], re.MULTILINE)
+    text = read(path)
+    sections = dict(re.findall(r"^## (mpisgd\S*)\n\n(.*?)(?=^<a id|\Z)", text, re.DOTALL | re.MULTILINE))
+    wanted = {alone or moved for alone, moved in names}
+    moved = set(re.findall(r"^::: (\S+)\n    options", api_pages.pages()[path], re.MULTILINE))
+    assert sections.keys() == wanted - moved
+    assert all(section.strip() for section in sections.values())
+    assert ":::" not in text
+
+
+def read(path: str) -> str:
+    """A page of docs/."""
+    file = ROOT / "docs" / path
+    return file.read_text() if file.exists() else ""
 
 
 def test_every_paper_stands_below_a_method():
@@ -86,8 +119,9 @@ def test_every_variable_of_the_sources_is_in_the_table():
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_every_error_has_an_anchor_with_causes_and_what_to_do(name):
-    section = error_page.page().split(f"\n## {name} ")[1].split("\n## ")[0]
-    assert section.startswith(f"{{ #{errors.anchor(getattr(errors, name))} }}")
+    before, section = re.split(rf"^## {name}$", error_page.page(), flags=re.MULTILINE)
+    assert before.endswith(f'<a id="{errors.anchor(getattr(errors, name))}"></a>\n\n')
+    section = section.split("\n## ")[0]
     assert "**Causes.** " in section
     assert "**What to do.** " in section
 

@@ -1,0 +1,154 @@
+"""The pages of the API reference as they lie in docs/reference/api: text alone, for readers on a code host.
+
+The site has the same names on the same pages, shown by mkdocstrings (`api_pages.py`). All of it is read from
+the sources, so that neither the version of Python nor what is installed changes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import api_pages
+from docstring_text import as_markdown, signature
+from generated_pages import noted
+from paper_sections import PAPERS
+
+import mpisgd
+
+__all__ = ["pages"]
+
+ROOT = Path(mpisgd.__file__).resolve().parents[1]
+DIRECTIVE = re.compile(r'^(?:::: (\S+)\n|<span id="(\S+)"></span>\n\n::: (\S+)\n(?:    .*\n)*)', re.MULTILINE)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+REFERS = re.compile(r"See `[\w.]+`\.")
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by its path in docs/."""
+    return {path: _page(text) for path, text in api_pages.pages().items()}
+
+
+def _page(text: str) -> str:
+    """A page of the site with the text of each name in place of its directive."""
+    title, first, rest = text.split("\n\n", 2)
+    body = _without_papers(rest)
+    body = DIRECTIVE.sub(lambda found: _section(found[1] or found[2], found[3] or found[1]), body)
+    return noted(f"{title}\n\n{first}\n\n" + re.sub(r"\n{3,}", "\n\n", body))
+
+
+def _without_papers(text: str) -> str:
+    """The papers themselves lie in the repository: they are linked."""
+    return re.sub(r"\*\*The algorithm, all of it\*\*.*?^```\n", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _section(name: str, path: str) -> str:
+    node, aliased = _definition(path)
+    return "\n".join(
+        [f'<a id="{name}"></a>', "", f"## {name}", "", *_body(name, node, aliased), *_papers(name)]
+    )
+
+
+def _papers(name: str) -> Iterator[str]:
+    for folder in PAPERS.get(name, ()):
+        path = f"mpisgd/methods/{folder}/paper.py"
+        yield f"The algorithm, with all ranks in one process: [{path}](../../../{path}).\n"
+
+
+def _body(name: str, node: ast.AST | None, aliased: str) -> Iterator[str]:
+    last = name.rpartition(".")[2]
+    if isinstance(node, Function):
+        yield f"```text\n{signature(last, node)}\n```\n"
+        yield as_markdown(ast.get_docstring(node) or "") + "\n"
+    elif isinstance(node, ast.ClassDef):
+        yield f"```text\n{_constructor(last, node)}\n```\n"
+        yield as_markdown(ast.get_docstring(node) or "") + "\n"
+        yield from _members(last, node)
+    else:
+        yield f"`{aliased}`\n"
+
+
+def _constructor(name: str, node: ast.ClassDef) -> str:
+    """What one calls; of an exception its bases."""
+    bases = [ast.unparse(base) for base in node.bases]
+    for each in node.body:
+        if isinstance(each, Function) and each.name == "__init__":
+            return signature(name, each, method=True)
+    if any("dataclass" in ast.unparse(mark) for mark in node.decorator_list) or "NamedTuple" in bases:
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        shown = [
+            f"{ast.unparse(each.target)}: {ast.unparse(each.annotation)}"
+            + (f" = {ast.unparse(each.value)}" if each.value else "")
+            for each in fields
+            if "ClassVar" not in ast.unparse(each.annotation)
+        ]
+        line = f"{name}({', '.join(shown)})"
+        return (
+            line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {field},\n" for field in shown) + ")"
+        )
+    line = f"class {name}({', '.join(bases)})" if bases else f"class {name}"
+    values = [ast.unparse(each.targets[0]) for each in node.body if isinstance(each, ast.Assign)]
+    return f"{line}: {', '.join(values)}" if any("Enum" in base for base in bases) else line
+
+
+def _members(name: str, node: ast.ClassDef) -> Iterator[str]:
+    """The public methods and properties that say something of their own."""
+    for each in node.body:
+        text = ast.get_docstring(each) if isinstance(each, Function) else None
+        if not isinstance(each, Function) or each.name.startswith("_") or not text or REFERS.fullmatch(text):
+            continue
+        marks = {ast.unparse(mark) for mark in each.decorator_list}
+        if any(mark.endswith(".setter") for mark in marks):
+            continue
+        yield f"### {name}.{each.name}\n"
+        if {"property", "cached_property"} & marks:
+            kind = ast.unparse(each.returns) if each.returns else "a property"
+            yield f"```text\n{each.name}: {kind}\n```\n"
+        else:
+            yield f"```text\n{signature(each.name, each, method=True)}\n```\n"
+        yield as_markdown(text) + "\n"
+
+
+def _definition(path: str) -> tuple[ast.AST | None, str]:
+    """The node that defines a name, and its module; of a value the statement that sets it."""
+    module, _, last = path.rpartition(".")
+    for _ in range(10):
+        tree = _tree(module)
+        for node in reversed(tree.body):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == last:
+                return node, f"{module}.{last}"
+        source = _imported(tree, module, last)
+        if source is None:
+            return None, _statement(tree, last) or f"{module}.{last}"
+        module, last = source
+    raise RuntimeError(f"{path}: where is it defined?")
+
+
+def _imported(tree: ast.Module, module: str, name: str) -> tuple[str, str] | None:
+    """The module, and the name there, that a module has a name from."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("mpisgd"):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return node.module, alias.name
+    return None
+
+
+def _statement(tree: ast.Module, name: str) -> str:
+    """The assignment of a name at the top of a module, on one line."""
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if ast.unparse(target) == name:
+                return " ".join(ast.unparse(node).split())
+    return ""
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    path = ROOT.joinpath(*module.split("."))
+    files = [path / "__init__.pyi", path / "__init__.py", path.with_suffix(".py")]
+    return ast.parse(next(file for file in files if file.exists()).read_text())
