@@ -2,7 +2,8 @@
 
 The pages of the API, which docs/reference/api has as text, are shown by mkdocstrings here, and the tables of
 benchmarks/ are added to their page. CHANGELOG.md and CONTRIBUTING.md become pages as they are. Pages link to
-other files of the repository by relative paths, as on a code host; on the site these are pages with the file's text, or copies of pictures.
+other files of the repository by relative paths, as on a code host; on the site these are pages with the
+file's text, or copies of pictures.
 """
 
 from __future__ import annotations
