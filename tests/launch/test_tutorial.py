@@ -23,7 +23,8 @@ SAME = (
 OTHERS = ("mixed_precision", "parameter_server")
 SHORT = ("ddp", "parameter_server", "collectives")  # the others run with --long only
 AFTER_3_EPOCHS = 0.8
-RUNNABLE = sorted([*PROGRAMS.glob("*.py"), *PROGRAMS.parent.glob("rpc_*.py")])
+RUNNABLE = sorted([*PROGRAMS.glob("*.py"), *(PROGRAMS.parent / "rpc").glob("*.py")])
+assert len(RUNNABLE) > 14
 RUNNABLE.remove(PROGRAMS / "digits.py")  # what the others import
 
 
