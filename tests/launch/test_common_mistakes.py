@@ -138,7 +138,7 @@ def messages() -> list[str]:
 
 
 def pattern(message: str) -> str:
-    """What a message matches: `...` stands for anything; times, places and names of ranks' files are others."""
+    """The pattern of a message: `...` stands for anything; times and places differ."""
     parts = [re.escape(part.strip()) for part in message.split("...")]
     text = r".*".join(part.replace(r"\ ", r"\s+") for part in parts)
     text = re.sub(r"train\\\.py:\d+", r"\\S+\\.py:\\d+", text)
