@@ -42,6 +42,7 @@ PROGRAMS = {
     "torch_on_cpu": "torch_on_cpu.py",
     "accelerate": "accelerate_scripts.py",
     "lightning": "lightning_trainers.py",
+    "frameworks": "framework_programs.py",
     "horovod": "horovod_torch.py",
 }
 NOT_QUICK = "not in the short form"
@@ -187,7 +188,7 @@ def show(results: Sequence[Result], suites: dict[str, Suite]) -> None:
 
 def main(
     suite: Annotated[
-        list[str], typer.Option(help="torch, torch_on_cpu, accelerate, lightning or horovod")
+        list[str], typer.Option(help="torch, torch_on_cpu, accelerate, lightning, frameworks or horovod")
     ] = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="two ranks, without what is slow")] = False,
     ranks: Annotated[list[int], typer.Option(help="numbers of ranks, instead of the suite's own")] = [],  # noqa: B006
