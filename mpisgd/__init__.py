@@ -14,7 +14,7 @@ first use.
 
 from mpisgd.lazy_names import look_up_in, modules_of_names
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _MODULE_OF = modules_of_names(__file__)
 

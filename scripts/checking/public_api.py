@@ -3,8 +3,10 @@
     python scripts/checking/public_api.py            # print it
     python scripts/checking/public_api.py --write    # renew tests/unit/public_api.txt
 
-A test compares the text with that file, so that a change of the public API is seen in the diff of the commit
-that makes it. Signatures are as the source has them: the same under every version of Python and torch.
+Where the version is that of a release, `--write` also writes tests/unit/public_api-VERSION.txt, which later
+versions are compared with. A test compares the text with the file, so that a change of the public API is
+seen in the diff of the commit that makes it. Signatures are as the source has them: the same under every
+version of Python and torch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["PUBLIC_MODULES", "SNAPSHOT", "describe"]
+__all__ = ["PUBLIC_MODULES", "SNAPSHOT", "describe", "is_release", "released"]
 
 PUBLIC_MODULES = (
     "mpisgd",
@@ -120,6 +122,16 @@ def describe_value(name: str, value: Any) -> list[str]:
     return lines if node and node.name == name else [f"{name} = {lines[0]}", *lines[1:]]
 
 
+def is_release(version: str) -> bool:
+    """Whether a version is one of those that users get."""
+    return "dev" not in version
+
+
+def released(version: str) -> Path:
+    """The snapshot of a release."""
+    return SNAPSHOT.with_name(f"{SNAPSHOT.stem}-{version}.txt")
+
+
 def describe() -> str:
     """The whole text: for each public module its names, sorted."""
     lines = []
@@ -137,7 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print all public names with their signatures.")
     parser.add_argument("--write", action="store_true", help=f"write {SNAPSHOT.name} instead")
     if parser.parse_args().write:
-        SNAPSHOT.write_text(describe())
+        text, version = describe(), importlib.import_module("mpisgd").__version__
+        for file in [SNAPSHOT, *([released(version)] if is_release(version) else [])]:
+            file.write_text(text)
     else:
         sys.stdout.write(describe())
 

@@ -1,6 +1,6 @@
-"""Checkpoints of this version, for later ones to read: one small file for each method that keeps a state.
+"""Checkpoints of each release, for later ones to read: one small file for each method that keeps a state.
 
-    mpirun -n 2 python tests/mpi/checkpoint/golden.py            writes those that are missing
+    mpirun -n 2 python tests/mpi/checkpoint/golden.py            writes those of the newest that are missing
 
 Files are added, never replaced: a reader that changes must go on reading them, or refuse them by name.
 """
@@ -18,12 +18,14 @@ import mpisgd
 from mpisgd import checkpoint
 
 FOLDER = Path(__file__).parent / "golden"
+# Those that have written them; v1 is the format before the first release.
+VERSIONS = ("v1", "0.1.0")
 SAVED_AT, LAST, RANKS = 5, 9, 2
 NAMES = ("AdamW", "TopK", "PowerSGD", "LocalSGD, TopK, state", "DiLoCo", "CHOCO", "OneBitAdam", "Sharded")
 
 
-def path_of(name: str) -> Path:
-    return FOLDER / f"v1-{re.sub('[^a-z0-9]+', '-', name.lower())}.safetensors"
+def path_of(name: str, version: str = VERSIONS[-1]) -> Path:
+    return FOLDER / f"{version}-{re.sub('[^a-z0-9]+', '-', name.lower())}.safetensors"
 
 
 def write(name: str) -> None:
@@ -48,7 +50,8 @@ def write(name: str) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
+    tests = Path(__file__).parents[2]
+    sys.path[:0] = [str(tests / "mpi" / "strategies"), str(tests / "mpi")]
     mpisgd.init()
     assert mpisgd.size() == RANKS, f"run it at {RANKS} ranks"
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import LAST, NAMES, RANKS, SAVED_AT, path_of
+from golden import LAST, NAMES, RANKS, SAVED_AT, VERSIONS, path_of
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
@@ -22,12 +22,13 @@ def off(model: torch.nn.Module, expected: list[torch.Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(values(model), expected, strict=True))
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_of_an_earlier_version_is_read(name: str) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_read(name: str, version: str) -> None:
     """As many ranks go on as those would have; others go on from the consensus of those."""
     model = Net(seed=1)
     optimizer = METHODS[name](model)
-    saved = checkpoint.load(path_of(name), model=model, optimizer=optimizer)
+    saved = checkpoint.load(path_of(name, version), model=model, optimizer=optimizer)
     everyone((saved.step, saved.ranks) == (SAVED_AT, RANKS), str(saved))
     if mpisgd.size() != RANKS:
         everyone(off(model, saved["together"]) < 1e-12, f"{off(model, saved['together'])}")
