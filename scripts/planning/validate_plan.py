@@ -544,14 +544,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    from mpisgd.tools.bench.report.plots import COLOURS
+    from mpisgd.tools.bench.report.colours import colours_and_styles
 
     figure, ax = pyplot.subplots(figsize=(7, 6), layout="constrained")
-    for number, method in enumerate(sorted({row["method"] for row in rows}, key=place_of)):
+    methods = sorted({row["method"] for row in rows}, key=place_of)
+    for method, (colour, number) in colours_and_styles(methods).items():
         kept = [row for row in rows if row["method"] == method]
         x, y = ([1e3 * row[name] for row in kept] for name in ("measured_s", "predicted_s"))
-        marker, colour = "os^"[number // len(COLOURS) % 3], COLOURS[number % len(COLOURS)]
-        ax.plot(x, y, marker, color=colour, markersize=4, label=method)
+        ax.plot(x, y, "os^"[number], color=colour, markersize=4, label=method)
     ends = [min(1e3 * row["measured_s"] for row in rows), max(1e3 * row["measured_s"] for row in rows)]
     ax.plot(ends, ends, color="black", linewidth=1)
     for factor in (0.9, 1.1):

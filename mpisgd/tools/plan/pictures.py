@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpisgd.tools.bench.report.plots import COLOURS, need_matplotlib
+from mpisgd.tools.bench.report.colours import COLOURS, colours_and_styles
+from mpisgd.tools.bench.report.plots import need_matplotlib
 from mpisgd.tools.bench.report.rows import as_time
 from mpisgd.tools.plan.prediction import Prediction
 from mpisgd.tools.plan.simulation.engine import Task
@@ -44,11 +45,10 @@ def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -
     figure, ax = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
     # Sorted as the predictions are, the best first.
     methods = list(dict.fromkeys(each.method for each in predictions))[:MOST_LINES]
-    for number, method in enumerate(methods):
+    for method, (colour, number) in colours_and_styles(methods).items():
         here = sorted((e.cluster.size, e.examples_per_s) for e in predictions if e.method == method)
-        style, colour = STYLES[number // len(COLOURS) % len(STYLES)], COLOURS[number % len(COLOURS)]
         x, y = zip(*here, strict=True)
-        ax.plot(x, y, style, marker="o", markersize=4, color=colour, label=method)
+        ax.plot(x, y, STYLES[number], marker="o", markersize=4, color=colour, label=method)
     sizes = sorted({each.cluster.size for each in predictions})
     alone = [max(_alone(each) for each in predictions if each.cluster.size == size) for size in sizes]
     ax.plot(sizes, alone, "--", color="black", linewidth=1, label="no communication", zorder=1)

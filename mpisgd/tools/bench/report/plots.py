@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpisgd.errors import JobError
+from mpisgd.tools.bench.report.colours import COLOURS, GREY, colours_and_styles
 from mpisgd.tools.bench.report.rows import (
     AS_TEXT,
     LIMIT,
@@ -22,17 +23,16 @@ from mpisgd.tools.bench.report.tables import LAYOUTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["need_matplotlib", "plot"]
 
 Row = dict[str, Any]
 
 NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 4, 7, 65
-LONG_NAME = 20  # characters, in a legend
+NAME_CHARACTERS = 60  # in a legend
 PANEL_SIZES = {"strategies of text": (8, 6)}  # inches, where names are long
-# Ours stand out, and a variant has the same colour in every panel.
-COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
-GREY = "#4a4a4a"
+STYLES = ("-", "--", ":")
 BOUNDS = {LIMIT: "--", PING_PONG: ":"}
 # What the bars of a record are multiples of: the field of a median's multiple, and of what.
 BASES = {
@@ -80,12 +80,21 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     labels = [ax.get_legend_handles_labels() for ax in grid.flat if ax.get_legend() is None]
     lines = {name: line for handles, names in labels for line, name in zip(handles, names, strict=True)}
     if lines:
-        ncols = 6 if max(map(len, lines)) <= LONG_NAME else 3
-        figure.legend(
-            list(lines.values()), list(lines), loc="outside lower center", ncols=ncols, frameon=False
-        )
+        add_legend(figure, lines)
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
+
+
+def add_legend(figure: "Figure", lines: dict[str, Any]) -> None:
+    """Put a legend below the panels, in as many columns as fit into the width of the figure."""
+    names = [textwrap.shorten(name, NAME_CHARACTERS, placeholder=" ...") for name in lines]
+    for ncols in range(min(len(lines), 6), 0, -1):
+        style = {"loc": "outside lower center", "ncols": ncols, "frameon": False, "fontsize": 9}
+        legend = figure.legend(list(lines.values()), names, **style)
+        figure.draw_without_rendering()
+        if legend.get_window_extent().width <= figure.bbox.width or ncols == 1:
+            return
+        legend.remove()
 
 
 def _panels(record: dict[str, Any]) -> dict[str, list[Row]]:
@@ -105,10 +114,8 @@ def _panels(record: dict[str, Any]) -> dict[str, list[Row]]:
 
 def _draw_times(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
     """Draw time over size for each variant of a collective, the limit dashed."""
-    colours: dict[str, str] = {}
-    for row in record["rows"]:
-        if row["variant"] not in BOUNDS:
-            colours.setdefault(row["variant"], COLOURS[len(colours) % len(COLOURS)])
+    chosen = colours_and_styles(row["variant"] for row in record["rows"] if row["variant"] not in BOUNDS)
+    colours = {name: colour for name, (colour, _) in chosen.items()}
     for name in [*colours, *BOUNDS]:
         here = [row for row in rows if row["variant"] == name]
         x = [row["bytes"] for row in here]
@@ -131,11 +138,12 @@ def _draw_accuracy(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> N
     from matplotlib.ticker import LogLocator, NullFormatter
 
     in_bytes = "bytes" in ax.get_title()
-    for number, row in enumerate(rows):
-        style = ("-", "--", ":")[number // len(COLOURS) % 3]
+    chosen = colours_and_styles(row["variant"] for row in rows)
+    for row in rows:
+        colour, number = chosen[row["variant"]]
         x = [point[1] / 2**20 if in_bytes else point[0] for point in row["curve"]]
         y = [100 * point[2] for point in row["curve"]]
-        ax.plot(x, y, style, marker=".", color=COLOURS[number % len(COLOURS)], label=row["variant"])
+        ax.plot(x, y, STYLES[number], marker=".", color=colour, label=row["variant"])
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_major_formatter("{x:g}")
@@ -148,11 +156,10 @@ def _draw_accuracy(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> N
 
 def _draw_loss(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
     """Draw validation loss over the steps of a training; what is synchronous is black."""
-    others = [row for row in rows if not row["is_synchronous"]]
+    chosen = colours_and_styles(row["variant"] for row in rows if not row["is_synchronous"])
     for row in rows:
-        number = -1 if row["is_synchronous"] else others.index(row)
-        style = ("-", "--", ":")[max(0, number) // len(COLOURS) % 3]
-        colour, width = ("black", 2.2) if number < 0 else (COLOURS[number % len(COLOURS)], 1.2)
+        colour, number = chosen.get(row["variant"], ("black", 0))
+        style, width = STYLES[number], 2.2 if row["is_synchronous"] else 1.2
         x, y = ([point[place] for point in row["curve"]] for place in (3, 2))
         ax.plot(x, y, style, marker=".", color=colour, linewidth=width, label=row["variant"])
     first = [row["curve"][0][2] for row in rows]
@@ -182,7 +189,9 @@ def _draw_bars(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
     ax.barh([row["variant"] for row in rows], middle, xerr=errors, color=colours, ecolor=GREY)
     ax.axvline(1.0, color="black", linestyle="--", linewidth=1.2)
     for place, value in enumerate(middle):
-        ax.text(0.02, place, f"{value:.2f}", va="center", color="white", fontsize=8)
+        at_the_edge = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 8}
+        ax.text(0.99, place, f"{value:.2f}", **at_the_edge)
+    ax.set_xlim(right=1.15 * max(high, default=1.0))
     ax.tick_params(axis="y", labelsize=7)
     ax.set(xlabel=f"x {what}, {AS_TEXT[unit](base)} (median, range)")
 
@@ -201,7 +210,7 @@ def _draw_scaling(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> No
 
     batches = sorted({row["batch"] for row in rows})
     names = sorted(dict.fromkeys(row["variant"] for row in record["rows"]), key=lambda name: name != OURS)
-    for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
+    for name, (colour, _) in colours_and_styles(names).items():
         here = [row for row in rows if row["variant"] == name]
         x, y = [row["batch"] for row in here], [row["examples_per_s"] for row in here]
         ax.plot(x, y, marker="o", color=colour, label=name)
