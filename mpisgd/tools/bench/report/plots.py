@@ -189,8 +189,8 @@ def _draw_bars(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
     ax.barh([row["variant"] for row in rows], middle, xerr=errors, color=colours, ecolor=GREY)
     ax.axvline(1.0, color="black", linestyle="--", linewidth=1.2)
     for place, value in enumerate(middle):
-        at_the_edge = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center", "fontsize": 8}
-        ax.text(0.99, place, f"{value:.2f}", **at_the_edge)
+        edge = ax.get_yaxis_transform()
+        ax.text(0.99, place, f"{value:.2f}", transform=edge, ha="right", va="center", fontsize=8)
     ax.set_xlim(right=1.15 * max(high, default=1.0))
     ax.tick_params(axis="y", labelsize=7)
     ax.set(xlabel=f"x {what}, {AS_TEXT[unit](base)} (median, range)")
