@@ -89,8 +89,10 @@ def add_legend(figure: "Figure", lines: dict[str, Any]) -> None:
     """Put a legend below the panels, in as many columns as fit into the width of the figure."""
     names = [textwrap.shorten(name, NAME_CHARACTERS, placeholder=" ...") for name in lines]
     for ncols in range(min(len(lines), 6), 0, -1):
-        style = {"loc": "outside lower center", "ncols": ncols, "frameon": False, "fontsize": 9}
-        legend = figure.legend(list(lines.values()), names, **style)
+        handles = list(lines.values())
+        legend = figure.legend(
+            handles, names, loc="outside lower center", ncols=ncols, frameon=False, fontsize=9
+        )
         figure.draw_without_rendering()
         if legend.get_window_extent().width <= figure.bbox.width or ncols == 1:
             return
