@@ -85,26 +85,26 @@ GOES_WITH = GoesWith(
 
 
 class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
-    """Averages by itself in `step()`, over a group: not to be wrapped in `DistributedOptimizer`.
+    """An optimizer whose `step()` averages over the ranks: do not wrap it in `DistributedOptimizer`.
 
-    Collective: all ranks of `group` make the same optimizer over the same parameters, which begin equal
-    (`mpisgd.broadcast_parameters`), and call `step()` together. The first step compares parameters, and
-    settings such as the learning rate; where ranks meet in every step, the latter again every 100 steps.
-    Gradients are this rank's own until then, so several `backward()`s before a `step()` accumulate; clip
-    them, if at all, before each rank's `step()`.
-    GradScaler is refused: it would skip steps on some ranks only. A deep copy has parameters, state and
-    errors of its own and trains with the same ranks, which must have copied theirs, too; a pickle is refused.
+    Collective: all ranks of `group` make the same optimizer over the same parameters, which must be equal at
+    the beginning (`mpisgd.broadcast_parameters`), and call `step()` together. The first step compares
+    parameters, and settings such as the learning rate; settings are compared again every 100 steps if the
+    ranks exchange in every step. Gradients belong to this rank until `step()`: several calls of `backward()`
+    accumulate, and clipping is that of each rank. GradScaler raises an error, since it would skip steps on
+    some ranks only. A deep copy has its own parameters, state and errors, and trains with the copies of the
+    other ranks; pickling raises an error.
 
     Args:
         params: as for any torch optimizer.
-        defaults: of the parameter groups.
+        defaults: default values of the parameter groups.
         group: the ranks that train together, all of the job by default.
-        agreed: what else all ranks must have chosen alike.
+        agreed: further arguments that must be the same on all ranks.
 
     Attributes:
         group: the ranks.
         spans_job: whether all ranks of the job train together: no group was chosen.
-        num_steps: how many steps there were.
+        num_steps: number of steps so far.
 
     Raises:
         InvalidArgument, UnsupportedTensor: found locally, before anything is sent.

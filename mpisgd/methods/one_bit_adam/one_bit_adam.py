@@ -45,8 +45,8 @@ class OneBitAdam(CompressedMomentumOptimizer):
             of the learning rate over. The paper uses 15 to 20 % of all steps.
         group: the ranks that train together, all of the job by default.
 
-    Do not wrap it in `DistributedOptimizer`. See `CompressedMomentumOptimizer` for errors, and for what is
-    saved.
+    Do not wrap it in `DistributedOptimizer`. All ranks start from equal parameters and call `step()`
+    together; GradScaler raises an error. See docs/concepts/compression.md.
 
     Cost: 2 (size - 1) / size times the gradients' bytes per step, then 1/32 of that and the magnitudes; and
         in each step a byte per parameter.

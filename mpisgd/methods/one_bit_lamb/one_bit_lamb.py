@@ -63,8 +63,8 @@ class OneBitLamb(CompressedMomentumOptimizer):
         factor_threshold: largest relative change of r from one step to the next.
         group: the ranks that train together, all of the job by default.
 
-    Do not wrap it in `DistributedOptimizer`. See `CompressedMomentumOptimizer` for errors, and for what is
-    saved. Cost: as `OneBitAdam`.
+    Do not wrap it in `DistributedOptimizer`. All ranks start from equal parameters and call `step()`
+    together; GradScaler raises an error. See docs/concepts/compression.md. Cost: as `OneBitAdam`.
     """
 
     _copied = (*CompressedMomentumOptimizer._copied, "freeze_step")

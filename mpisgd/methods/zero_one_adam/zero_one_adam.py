@@ -103,8 +103,8 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         local_step_clipper: largest number of steps between two exchanges; H in the paper. 1: in every step.
         group: the ranks that train together, all of the job by default.
 
-    Do not wrap it in `DistributedOptimizer`. See `CompressedMomentumOptimizer` for errors, and for what is
-    saved.
+    Do not wrap it in `DistributedOptimizer`. All ranks start from equal parameters and call `step()`
+    together; GradScaler raises an error. See docs/concepts/compression.md.
 
     Cost: in steps of T_v 2 (size - 1) / size times the gradients' bytes; in other steps with an exchange 1/32
         of that, the magnitudes and a byte per parameter; in the remaining steps nothing.
