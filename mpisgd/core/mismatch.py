@@ -93,7 +93,7 @@ def summary(told: Mapping[int, Intention]) -> str:
             differ = ", ".join(f"{value or 'none'} on {ranks_text(ranks)}" for value, ranks in values.items())
             return f"{LABELS.get(name, name)} of {kind} differs: {differ}"
     if len({mine.detail for mine in told.values()}) > 1:
-        return f"{kind}: the parameters differ; below each rank are those that not all ranks have alike"
+        return f"{kind}: the parameters differ; those that differ are listed below each rank"
     by_argument = _ranks_by((text, rank) for rank, mine in told.items() for text in _arguments(mine.text))
     apart = [
         f"{argument} on {ranks_text(ranks)}"

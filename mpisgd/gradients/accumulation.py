@@ -381,7 +381,7 @@ class AccumulationWindow:
                     f"{self.owner} has parameters in common with {other.owner}, which was made later and "
                     f"decides what becomes of their gradients (parameter {index}). They are combined by "
                     f"{other.gradients.combined_by}, and this optimizer needs {self.gradients.combined_by}; "
-                    "make both alike, or this one anew after the other one"
+                    "use the same in both, or make this optimizer again after the other one"
                 )
         return sorted(set(self._others.values()), key=lambda other: other.owner.number)
 

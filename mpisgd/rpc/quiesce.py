@@ -48,7 +48,7 @@ def finish_calls(group: Group, store: Store, admission: Admission, timeout_s: fl
     except _TimedOut as exc:
         late = [rank for i, rank in enumerate(group.ranks) if not store.check([_arrival(i)])]
         raise CollectiveTimeout(
-            f"{NAME}: waited {timeout_s:.1f} s, in which nobody has called this rank, for "
+            f"{NAME}: waited {timeout_s:.1f} s since the last call from another rank, for "
             f"{ranks_text(late) if late else 'the calls of others'}{f' ({exc})' if str(exc) else ''}"
         ) from None
 

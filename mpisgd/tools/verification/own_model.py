@@ -263,7 +263,7 @@ def _reference(
     is_compressed = isinstance(compression, Compressor) and compression != mpisgd.Compression.none
     if is_compressed and definition is None:
         raise InvalidArgument(
-            f"verify: there is no definition of {compression} for a model of one's own; name a strategy that "
+            f"verify: there is no definition of {compression} for a model of your own; name a strategy that "
             "it is to be equal to as definition="
         )
     meant = strategy if definition is None else definition
