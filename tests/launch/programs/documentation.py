@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts" / "docs_site"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 import torch
