@@ -12,7 +12,7 @@ __all__ = ["SAFETENSORS_DTYPES", "ReduceOp", "as_reduce_op", "check_op", "dtype_
 
 
 class ReduceOp(enum.Enum):
-    """How elements of several ranks become one; the names are torch.distributed's.
+    """How elements of several ranks are combined; the names are those of torch.distributed.
 
     bool: SUM and MAX are OR, PRODUCT and MIN are AND; there is no AVG. AVG is SUM divided by the number of
     ranks; of integers the quotient is truncated toward zero, as NCCL does it. BAND, BOR and BXOR are for

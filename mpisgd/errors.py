@@ -176,7 +176,7 @@ class Unreachable(MpisgdError, ConnectionError, RuntimeError):
 
 
 class NcclFailed(MpisgdError, RuntimeError):
-    """NCCL, or torch around it, reported an error on tensors of a GPU.
+    """NCCL, or torch's process group of NCCL, reported an error.
 
     Causes: an error of the driver, a link between GPUs that fails, or a rank that went away.
 
@@ -222,7 +222,7 @@ class UnsupportedOp(MpisgdError, TypeError):
 
 
 class UnsupportedTorch(MpisgdError, RuntimeError):
-    """This version of torch lacks what is asked for.
+    """This version of torch lacks a feature that the call needs.
 
     Causes: a torch that is too old, or was built without what the function needs.
 
@@ -317,7 +317,7 @@ class CheckpointError(MpisgdError, RuntimeError):
 class OffloadError(MpisgdError, OSError):
     """A file of offloaded state could not be made, written or read; raised on every rank.
 
-    The training cannot go on: restart it from the last checkpoint.
+    The training cannot continue: restart it from the last checkpoint.
 
     Causes: a disk that is full, or that fails.
 
@@ -332,8 +332,8 @@ class DataExhausted(MpisgdError, RuntimeError):
 
     Causes: the ranks have unequal numbers of batches.
 
-    What to do: nothing, where the epoch is to end with the first rank that has no more data: catch it. Else
-    leave the argument out, and the others go on.
+    What to do: catch it, if the epoch shall end with the first rank that has no more data. Otherwise leave
+    the argument out; the other ranks then continue.
     """
 
     on_every_rank = True

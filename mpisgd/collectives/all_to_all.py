@@ -42,8 +42,8 @@ def all_to_all(
 
     Raises:
         UnsupportedTensor, ShapeMismatch: found locally, before anything is sent.
-        CollectiveMismatch: what a rank sends is not what another expects; raised on every rank, before any
-            tensor travels.
+        CollectiveMismatch: a rank expects other sizes than another one sends; raised on every rank, before
+            any tensor is sent.
 
     Cost: after an all-gather of 2 * group.size integers, goes through shared memory on one host; else sends
         every input but its own once.
@@ -84,8 +84,8 @@ def all_to_all_single(
 
     Raises:
         UnsupportedTensor, ShapeMismatch: found locally, before anything is sent.
-        CollectiveMismatch: what a rank sends is not what another expects; raised on every rank, before any
-            tensor travels.
+        CollectiveMismatch: a rank expects other sizes than another one sends; raised on every rank, before
+            any tensor is sent.
 
     Cost: on one host through shared memory, without sizes only where that is quicker (`tune`); else
         MPI_Alltoall, or with sizes pairwise messages after an all-gather of the sizes.

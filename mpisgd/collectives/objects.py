@@ -60,7 +60,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = No
 
     Args:
         object_list: list of `group.size` entries; overwritten.
-        obj: what this rank gives.
+        obj: the object of this rank.
         group: defaults to all processes of the job.
 
     Raises:
@@ -84,7 +84,7 @@ def gather_object(
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        obj: what this rank gives.
+        obj: the object of this rank.
         object_gather_list: on `dst`, a list of `group.size` entries, overwritten; None on the others.
         dst: global rank of the one that gets them.
         group: defaults to all processes of the job.

@@ -32,7 +32,8 @@ class Work(abc.ABC):
         """Return True when the operation is done.
 
         Raises:
-            CollectiveTimeout: it was not done within `timeout_s` seconds; it goes on, wait again.
+            CollectiveTimeout: the operation was not done within `timeout_s` seconds. It continues, and
+                `wait()` may be called again.
             MpisgdError: the operation failed; the same error as the blocking call raises.
         """
 

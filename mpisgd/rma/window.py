@@ -38,8 +38,8 @@ class Window:
     that take the lock, too. `fence`, `lock` and messages order the program's own loads and stores of `tensor`
     with the calls of other ranks.
 
-    A rank that is killed frees its memory and its locks on one host, and the window of the others goes on
-    working there. Between hosts the loss of a rank ends it.
+    On one host, the memory and the locks of a rank that is killed are freed, and the window keeps working for
+    the others. Between hosts the loss of a rank ends it.
 
     Args:
         tensor: gives the shape, the dtype and the first values of this rank's memory; on the CPU. Shapes may
@@ -55,7 +55,7 @@ class Window:
     Raises:
         UnsupportedTensor: the tensor is not a dense one on the CPU; before anything is sent.
         CollectiveMismatch: another rank gives another dtype; on all ranks.
-        MemoryError: on all ranks, where there is not enough.
+        MemoryError: there is not enough memory; raised on all ranks.
 
     Source: MPI standard, chapter on one-sided communications.
     """

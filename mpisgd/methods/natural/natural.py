@@ -55,7 +55,7 @@ class Natural(WideCompressor):
         check_seed("Natural", self.seed)
 
     def codec(self, layout: BucketLayout) -> "PowersOfTwo":
-        """Return what makes codes of a bucket; their variance is at most |x|^2 / 8."""
+        """Return the codec of a bucket; the variance of its codes is at most |x|^2 / 8."""
         return PowersOfTwo(layout)
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:

@@ -90,7 +90,7 @@ class OneBit(Compressor):
         return Traits(has_error_feedback=True)
 
     def codec(self, layout: BucketLayout) -> OneBitCodec:
-        """Return what makes messages of signs and magnitudes: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
+        """Return the codec of signs and magnitudes: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
         return OneBitCodec(_lengths(layout), layout.dtype)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:

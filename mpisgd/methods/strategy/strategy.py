@@ -40,7 +40,7 @@ class Synchronizer:
     """The working part of a strategy. This one exchanges nothing; subclasses override its methods.
 
     Args:
-        training: what it works on.
+        training: the optimizer, parameters, ranks and options.
 
     Attributes:
         training: as given, and kept up to date.

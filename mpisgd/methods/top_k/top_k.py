@@ -40,8 +40,8 @@ class TopK(WideCompressor):
     Raises:
         InvalidArgument: at construction.
 
-    Cost: sends (size - 1) k words and as many indices of 32 bits, or less, see `SparseSum`. Keeps one
-        residual the size of the gradients, this rank's own: see `mpisgd.compress.residual`.
+    Cost: sends (size - 1) k words and as many indices of 32 bits, or less. Keeps one residual the size of the
+        gradients, this rank's own: see `mpisgd.compress.residual`.
     """
 
     ratio: float
