@@ -74,7 +74,9 @@ Top = Annotated[int, typer.Option(min=1, help="Number of rows of the table.")]
 Throughput = Annotated[
     Path | None,
     typer.Option(
-        "--plot", readable=False, help="Draw examples per second over the number of ranks into this PNG file."
+        "--plot",
+        readable=False,
+        help="Draw examples per second of a rank over the number of ranks into this PNG file.",
     ),
 ]
 Timeline = Annotated[

@@ -34,7 +34,7 @@ OTHER = COLOURS[5]
 
 
 def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -> None:
-    """Write examples per second over ranks, a line for each method, and that of no communication.
+    """Write examples per second of a rank over ranks: a line for each method, and without communication.
 
     Raises:
         JobError: there is no matplotlib.
@@ -46,7 +46,7 @@ def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -
     # Sorted as the predictions are, the best first.
     methods = list(dict.fromkeys(each.method for each in predictions))[:MOST_LINES]
     for method, (colour, number) in colours_and_styles(methods).items():
-        here = sorted((e.cluster.size, e.examples_per_s) for e in predictions if e.method == method)
+        here = sorted((e.cluster.size, _per_rank(e)) for e in predictions if e.method == method)
         x, y = zip(*here, strict=True)
         ax.plot(x, y, STYLES[number], marker="o", markersize=4, color=colour, label=method)
     sizes = sorted({each.cluster.size for each in predictions})
@@ -54,22 +54,26 @@ def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -
     ax.plot(sizes, alone, "--", color="black", linewidth=1, label="no communication", zorder=1)
     ax.set(
         xscale="log",
-        yscale="log",
         xlabel="ranks",
-        ylabel="examples per second",
+        ylabel="examples per second of a rank",
         title=textwrap.fill(title, TITLE_CHARACTERS),
     )
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.minorticks_off()
+    ax.set_ylim(bottom=0)
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="lower left")
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
 
 
+def _per_rank(prediction: Prediction) -> float:
+    return prediction.examples_per_s / prediction.cluster.size
+
+
 def _alone(prediction: Prediction) -> float:
     profile = prediction.profile
-    return profile.batch * prediction.cluster.size / (profile.compute_s + profile.optimizer_s)
+    return profile.batch / (profile.compute_s + profile.optimizer_s)
 
 
 def draw_timelines(path: Path, predictions: Sequence[Prediction], title: str) -> None:
