@@ -1,4 +1,4 @@
-"""What gradients look like on the wire: the interface of a compressor, and what several of them share.
+"""The form in which gradients are sent: the interface of a compressor, and what several of them share.
 
     optimizer = mpisgd.DistributedOptimizer(optimizer, compression=mpisgd.compress.TopK(ratio=0.01))
 

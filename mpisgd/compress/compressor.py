@@ -1,4 +1,4 @@
-"""`Compressor` and `BucketReducer`: what gradients look like on the wire.
+"""`Compressor` and `BucketReducer`: the form in which gradients are sent.
 
 A compressor is what the user writes: a small frozen description, which prints, compares, and is agreed on by
 all ranks. For every bucket it makes a reducer, the working part, which may keep state from one step to the

@@ -1,4 +1,4 @@
-"""What gradients travel as: `Compression.none`, `.fp16` and, beyond Horovod's, `.bf16`."""
+"""The form in which gradients are sent: `Compression.none`, `.fp16` and, beyond Horovod's, `.bf16`."""
 
 from typing import Any
 

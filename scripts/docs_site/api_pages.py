@@ -36,13 +36,13 @@ GROUPS = {
         ("optim", "optimizers", "nn", "data"),
     ),
     "Strategies": (
-        "How the ranks' models relate between two steps: `strategy=` of `DistributedOptimizer`, and the base "
-        "classes for one of your own.",
+        "What the ranks exchange and how often: `strategy=` of `DistributedOptimizer`, and the base classes "
+        "for one of your own.",
         ("strategies", "sharding"),
     ),
     "Compression": (
-        "What gradients look like on the wire: the casts, and the base classes of a compressor. The other "
-        "compressors are in [mpisgd.compress](mpisgd.compress.md).",
+        "The form in which gradients are sent: the casts, and the base classes of a compressor. The "
+        "other compressors are in [mpisgd.compress](mpisgd.compress.md).",
         ("compress", "compressors"),
     ),
     "Collectives": (

@@ -18,6 +18,10 @@ PHRASES = (
     "stood for together",
     "two jobs of one",
     "so manieth",
+    "ranks' models relate",
+    "those of no pipeline",
+    "gradients of no pipeline",
+    "not all ranks have alike",
 )
 
 

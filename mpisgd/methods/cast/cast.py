@@ -25,11 +25,11 @@ __all__ = ["Cast", "CastReducer", "Compression"]
 
 @dataclass(frozen=True, repr=False)
 class Cast(Compressor):
-    """Floating gradients travel as another dtype.
+    """Floating gradients are sent in another dtype.
 
     Attributes:
         name: for messages and for the agreement between ranks.
-        dtype: what float32 and float64 travel as; None: as they are.
+        dtype: the dtype in which float32 and float64 are sent; None: their own.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Cast(Compressor):
         return Traits(dtypes=frozenset(() if self.dtype is None else (torch.float32, torch.float64)))
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what gradients of `dtype` travel as."""
+        """Return the dtype in which gradients of `dtype` are sent."""
         return self.dtype if self.dtype is not None and self.changes(dtype) else dtype
 
     def compress(self, flat: Tensor) -> Tensor:

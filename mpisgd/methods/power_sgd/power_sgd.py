@@ -1,4 +1,4 @@
-"""`PowerSGD`: gradients travel as the product of two narrow matrices.
+"""`PowerSGD`: gradients are sent as the product of two narrow matrices.
 
 Vogels, Karimireddy and Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization".

@@ -1,4 +1,4 @@
-"""`Strategy` and `Synchronizer`: how the ranks' models relate between two steps.
+"""`Strategy` and `Synchronizer`: what the ranks exchange, and how often.
 
 A strategy is what the user writes: a small frozen description, which prints, compares, and is agreed on by
 all ranks. `DistributedOptimizer` makes a synchronizer of it, the working part, and calls it at the moments

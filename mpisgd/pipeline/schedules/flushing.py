@@ -1,4 +1,4 @@
-"""Schedules that end each step with an empty pipeline: one version of the weights, gradients of no pipeline.
+"""Schedules that end each step with an empty pipeline: one version of the weights, as in one process.
 
 GPipe, 3 stages, 3 micro-batches              OneForwardOneBackward
 

@@ -52,7 +52,7 @@ class Method:
 
     Attributes:
         name: as it was written.
-        strategy: how the ranks' models relate.
+        strategy: what the ranks exchange, and how often.
         compression: what travels.
         optimizer: of every rank; None: that of the comparison.
     """
