@@ -228,6 +228,8 @@ class Parameter(NamedTuple):
         itemsize: bytes of an element.
         state_bytes: what the optimizer keeps of it, copies in a higher precision included.
         alone: whether its gradient is large enough to travel from where it lies.
+        work: what an update of it as a whole takes; None: it is not known, or each element is updated by
+            itself.
     """
 
     place: int
@@ -235,6 +237,7 @@ class Parameter(NamedTuple):
     itemsize: int
     state_bytes: int = 0
     alone: bool = False
+    work: float | None = None
 
     @property
     def numel(self) -> int:

@@ -11,9 +11,11 @@ from mpisgd.methods.cost_kit import Bucket, Parameter, Sizes
 __all__ = ["parameter", "sizes_of"]
 
 
-def parameter(place: int, shape: Sequence[int], itemsize: int, state_bytes: int) -> Parameter:
+def parameter(
+    place: int, shape: Sequence[int], itemsize: int, state_bytes: int, work: float | None = None
+) -> Parameter:
     """Return a parameter, which travels from where it lies if it is large."""
-    found = Parameter(place, tuple(shape), itemsize, state_bytes)
+    found = Parameter(place, tuple(shape), itemsize, state_bytes, work=work)
     return found._replace(alone=found.nbytes >= ALONE_BYTES)
 
 

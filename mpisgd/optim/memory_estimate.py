@@ -28,6 +28,7 @@ from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.optim.wrapped_class import wrapped_class
 from mpisgd.sharding.elementwise import KNOWN, is_known_step
 from mpisgd.sharding.layerwise.layers import layers_of
+from mpisgd.sharding.update_work import is_muon, work_of
 
 __all__ = ["MemoryEstimate", "MemoryEstimates", "OptimizerLike", "estimate_memory", "state_bytes"]
 
@@ -61,6 +62,34 @@ def state_bytes(
             "state_per_parameter, the bytes that it keeps for each parameter"
         ) from exc
     return [sum(_nbytes(value) for value in twin.state.get(blank, {}).values()) for blank in blanks]
+
+
+def works_of(optimizer: OptimizerLike, params: list[Tensor]) -> list[float | None]:
+    """Return what an update of each of `params` as a whole takes, None where that is not known.
+
+    Args:
+        optimizer: see `state_bytes`.
+        params: all of them.
+    """
+    if not params or not (_declares(optimizer) or is_muon(_kind_of(optimizer))):
+        return [None] * len(params)
+    blanks = [_blank(param, param.dtype) for param in params]
+    twin = _twin(optimizer, params, blanks)
+    of_blank = {id(p): options for options in twin.param_groups for p in options["params"]}
+    work = work_of(twin)
+    return [work(blank, of_blank[id(blank)]) for blank in blanks]
+
+
+def _kind_of(optimizer: OptimizerLike) -> Any:
+    """Return the class of an optimizer, or what makes one."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer)
+        return wrapped_class(kind) if issubclass(kind, DistributedOptimizer) else kind
+    return getattr(optimizer, "func", optimizer)  # of a functools.partial
+
+
+def _declares(optimizer: OptimizerLike) -> bool:
+    return hasattr(_kind_of(optimizer), "whole_update_work")
 
 
 def _blank(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -246,15 +275,16 @@ def _sizes(
     buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
     trained = [param for param in params if param.requires_grad]
     states = _states(trained, optimizer, master_dtype, state_per_parameter)
-    both = zip(trained, states, strict=True)
-    parameters = [parameter(i, p.shape, p.itemsize, state) for i, (p, state) in enumerate(both)]
+    works = [None] * len(trained) if optimizer is None else works_of(optimizer, trained)
+    each = zip(trained, states, works, strict=True)
+    parameters = [parameter(i, p.shape, p.itemsize, state, work) for i, (p, state, work) in enumerate(each)]
     return sizes_of(
         parameters[::-1],
         cap_bytes,
         frozen_bytes=sum(param.nbytes for param in params if not param.requires_grad),
         module_bytes=sum(buffer.nbytes for buffer in buffers),
         layers=_layers(model) if isinstance(model, torch.nn.Module) else (),
-        cuts=optimizer is None or _is_elementwise(optimizer),
+        cuts=optimizer is None or _is_elementwise(optimizer) or _declares(optimizer),
     )
 
 
@@ -290,8 +320,5 @@ def _states(
 
 def _is_elementwise(optimizer: OptimizerLike) -> bool:
     """Return whether ranks will own parts of parameters."""
-    step = getattr(
-        type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer, "step", None
-    )
-    wrapped = getattr(optimizer, "func", None)  # of a functools.partial
-    return is_known_step(step) or any(wrapped is known for known in KNOWN)
+    kind = _kind_of(optimizer)
+    return is_known_step(getattr(kind, "step", None)) or any(kind is known for known in KNOWN)

@@ -28,6 +28,7 @@ from mpisgd.sharding.elementwise import counts_on_device, may_join
 from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import Piece, Receiver, flat_view
+from mpisgd.sharding.update_work import UpdateWork
 from mpisgd.transport.staging_layout import slot_bytes
 
 __all__ = ["DividedParameters", "Groups", "Memory", "Named", "check_divisible"]
@@ -68,6 +69,8 @@ class DividedParameters:
             come together, too.
         master_dtype: that of the copies that the optimizer updates, of parameters of less precision.
         cuts_alone: whether a single owner, too, has parts of parameters and not whole ones.
+        work_of: what an update of a parameter as a whole takes, None where that is not known; of an
+            elementwise optimizer, those for which it is known are not cut.
         masters_on_host: whether the optimizer updates copies in host memory, of parameters on a device.
 
     Attributes:
@@ -93,6 +96,7 @@ class DividedParameters:
         master_dtype: torch.dtype | None = None,
         cuts_alone: bool = False,
         masters_on_host: bool = False,
+        work_of: UpdateWork = lambda param, options: None,
     ) -> None:
         self.owners = owners
         self._group = owners.group
@@ -102,6 +106,7 @@ class DividedParameters:
         self._joins = joins
         self._master_dtype = master_dtype
         self._cuts_alone = cuts_alone
+        self._work_of = work_of
         self.named: list[tuple[str, Tensor]] = []
         self._addresses: list[int] = []
         self._memories: list[Memory] = []
@@ -160,6 +165,7 @@ class DividedParameters:
             self._item(i, param, of_group[i], groups[of_group[i]], alone=i - first in alone)
             for i, param in enumerate(new, first)
         ]
+        self._whole.update(item.param for item in items if item.work is not None)
         self.layouts += [layout_of(param) for param in new]
         self.named, self._options = list(named), groups
         memory = self._move(new, items) if new else Memory(items)
@@ -192,7 +198,9 @@ class DividedParameters:
         self, index: int, param: Tensor, group: int, options: Mapping[str, Any], *, alone: bool
     ) -> Item:
         joins = self._joins and not alone and param.nbytes < ALONE_BYTES and may_join(options, param.dtype)
-        return Item(index, param.numel(), param.element_size(), (group, dtype_name(param.dtype), not joins))
+        kind = (group, dtype_name(param.dtype), not joins)
+        work = self._work_of(param, options)
+        return Item(index, param.numel(), param.element_size(), kind, work)
 
     def leave_memory(self) -> None:
         """Give each parameter that was moved memory of its own again."""

@@ -8,7 +8,8 @@ core's cache:
     rank 0    [piece][piece][piece]
     rank 1                  .......[piece][piece][piece][ piece  ]
 
-Optimizers that look at a tensor as a whole (its norm, its factors) get pieces that are whole parameters.
+Optimizers that look at a tensor as a whole (its norm, its factors) get pieces that are whole parameters, each
+rank about equally much work.
 
 Where gradients travel bucket by bucket, each bucket is divided by itself, so that all ranks have equally much
 to receive of each.
@@ -33,12 +34,19 @@ class Item(NamedTuple):
         kind: what lies together: the optimizer's group, the dtype, and whether the parameter shares pieces
         with
             its neighbours (False) or has its own.
+        work: what an update of it as a whole takes; its bytes, if that is not known.
     """
 
     param: int
     numel: int
     itemsize: int
     kind: tuple[int, str, bool]
+    work: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, without padding."""
+        return self.numel * self.itemsize
 
 
 class Member(NamedTuple):
@@ -107,17 +115,18 @@ def divide(
             for run in _runs(flat):
                 pieces[rank] += _pieces(run, first, last, piece_bytes)
     kept = sorted((item, at) for item, at in placed if item.param in apart)
-    owners = assign([item.numel * item.itemsize for item, _ in kept], [0] * size)
+    work = [item.nbytes if item.work is None else item.work for item, _ in kept]
+    owners = assign(work, [0] * size)
     for (item, at), owner in zip(kept, owners, strict=True):
         pieces[owner].append(PieceRange(at, item.numel, (Member(item.param, 0, item.numel, 0),)))
     return pieces
 
 
-def assign(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+def assign(sizes: Sequence[float], loads: Sequence[float]) -> list[int]:
     """Return the owner of each whole parameter, such that the ranks have about equally much to do.
 
     Args:
-        sizes: of the parameters, in bytes.
+        sizes: of the parameters, in bytes, or what their updates take.
         loads: what each rank has already.
 
     Source: longest processing time first, Graham 1969: at most 4/3 of the best possible largest load, where

@@ -7,7 +7,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.methods.cost_kit import Alloc, Collective, Cycle, Free, Op, Sizes, Wait, World
 from mpisgd.methods.cost_steps import kept, trained, update
 from mpisgd.methods.parameter_server.parameter_server import ParameterServer
-from mpisgd.methods.sharded.cost import largest_part
+from mpisgd.methods.sharded.cost import largest_load
 from mpisgd.methods.shared_parameters import cost as shared_parameters
 
 __all__ = ["cost", "cycle"]
@@ -23,7 +23,7 @@ def cost(method: ParameterServer, sizes: Sizes, world: World, step: int) -> Iter
     version = sizes.nbytes + sizes.state_bytes
     # Parameters are not cut: some rank has the largest shard.
     both = [each.nbytes + each.state_bytes for each in sizes.parameters]
-    shard = largest_part(both, world.size, cuts=False)
+    shard = largest_load(both, world.size)
     if not step:
         yield from kept(sizes, state=0)  # which lies in the shards
         # Two versions of this rank's shard; of those on other hosts the one that is being made.

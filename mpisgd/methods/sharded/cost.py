@@ -7,6 +7,7 @@ parameters on N ranks with 16-bit parameters and gradients, and an optimizer of 
     P_os+g+p  (2 + 2 + K) Psi / N
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from mpisgd.methods.cost_kit import (
     Free,
     Move,
     Op,
+    Parameter,
     Sizes,
     Wait,
     World,
@@ -33,7 +35,7 @@ from mpisgd.methods.offload.cost import block_bytes, layerwise_cost
 from mpisgd.methods.sharded.sharded import Sharded
 from mpisgd.sharding.division import assign
 
-__all__ = ["FullyShard", "also_alone", "cost", "cycle", "largest_part"]
+__all__ = ["FullyShard", "also_alone", "cost", "cycle", "largest_load", "largest_part", "largest_share"]
 
 
 def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
@@ -68,8 +70,8 @@ def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]
     yield Wait()
     yield Free("compression", narrow)
     if offload is not None and offload.folder is not None:
-        yield Disk(2 * largest_part(states, world.size, cuts=sizes.cuts))
-    yield from update(1 / world.size)
+        yield Disk(2 * largest_part(states, world.size, sizes))
+    yield from update(largest_share(world.size, sizes))
     if world.shares and world.hosts == 1:  # the parameters are there for all
         return
     yield Check()
@@ -106,15 +108,15 @@ def _kept(
     buffers = sum(fused)
     if method.stage == 2:
         sent = [each.padded_bytes for each in sizes.buckets]
-        gradients = largest_part([each.nbytes for each in sizes.parameters], world.size, cuts=sizes.cuts)
+        gradients = largest_part([each.nbytes for each in sizes.parameters], world.size, sizes)
         # Those that travel together lie in one place, and are whole until they have.
         joined = join_buckets(sent, sizes.cap_bytes)
         buffers = _most(fused, joined) + _most(sent, joined)
     if (offload := method.offload) is not None and offload.folder is not None:
-        state = block_bytes(offload) + largest_part(masters, world.size, cuts=sizes.cuts)
+        state = block_bytes(offload) + largest_part(masters, world.size, sizes)
     else:
         both = [one + other for one, other in zip(states, masters, strict=True)]
-        state = largest_part(both, world.size, cuts=sizes.cuts)
+        state = largest_part(both, world.size, sizes)
     share = 1 / world.ranks_per_host if world.shares else 1.0
     yield from kept(sizes, parameters=share, gradients=gradients, state=state)
     yield Alloc("buffers", buffers)
@@ -124,14 +126,51 @@ def _most(sizes: Sequence[int], joined: Sequence[Sequence[int]]) -> int:
     return max((sum(sizes[place] for place in places) for places in joined), default=0)
 
 
-def largest_part(sizes: Sequence[int], number: int, *, cuts: bool) -> int:
-    """Return the largest of so many parts: an n-th, or whole parameters where they are not cut."""
-    if cuts:
-        return -(-sum(sizes) // number)
+def largest_part(each: Sequence[int], number: int, sizes: Sizes) -> int:
+    """Return the largest of so many parts: an n-th, or whole parameters where they are not cut.
+
+    Args:
+        each: what there is of each parameter.
+        number: of parts.
+        sizes: of the model.
+    """
+    whole = [
+        (item, size) for item, size in zip(sizes.parameters, each, strict=True) if _is_whole(item, sizes)
+    ]
+    known = any(item.work is not None for item, _ in whole)
+    held = [size for _, size in whole]
+    work = [_work(item) for item, _ in whole] if known else held
+    return largest_load(held, number, work) + -(-(sum(each) - sum(held)) // number)
+
+
+def largest_load(each: Sequence[int], number: int, work: Sequence[float] | None = None) -> int:
+    """Return the most that one of so many owners of whole parameters has.
+
+    Args:
+        each: what there is of each parameter.
+        number: of owners.
+        work: by which they are divided; by `each` if it is not given.
+    """
     loads = [0] * number
-    for owner, size in zip(assign(sizes, loads), sizes, strict=True):
+    for owner, size in zip(assign(each if work is None else work, loads), each, strict=True):
         loads[owner] += size
     return max(loads)
+
+
+def largest_share(number: int, sizes: Sizes) -> float:
+    """Return the largest part of the optimizer's work that one of so many ranks has."""
+    work = [math.ceil(_work(item)) for item in sizes.parameters]
+    if all(item.work is None for item in sizes.parameters) or not sum(work):
+        return 1 / number
+    return largest_part(work, number, sizes) / sum(work)
+
+
+def _is_whole(item: Parameter, sizes: Sizes) -> bool:
+    return not sizes.cuts or item.work is not None
+
+
+def _work(item: Parameter) -> float:
+    return item.nbytes if item.work is None else item.work
 
 
 @dataclass(frozen=True)
@@ -177,7 +216,7 @@ class FullyShard:
 
     def _kept(self, sizes: Sizes, world: World) -> Iterator[Op]:
         parts = [each.nbytes for each in sizes.parameters], [each.state_bytes for each in sizes.parameters]
-        shard, state = (largest_part(each, world.size, cuts=True) for each in parts)
+        shard, state = (-(-sum(each) // world.size) for each in parts)
         yield from kept(sizes, parameters=1 / world.size, gradients=shard, state=state)
         largest = max((bucket.nbytes for bucket in sizes.buckets), default=0)
         # While a layer computes, the next one is gathered; and the gradients of one are scattered.

@@ -24,7 +24,7 @@ from mpisgd.methods.sharded.streamed import StreamedSynchronizer
 from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_casting, needs_none, no, yes
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
-from mpisgd.methods.strategy.training import Training
+from mpisgd.methods.strategy.training import Training, check_elementwise
 from mpisgd.sharding.divided_parameters import check_divisible
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
@@ -122,6 +122,7 @@ class Sharded(Strategy):
             self._check_offload(training, self.offload)
         if self._streamed(training) is None:
             (check_shareable if training.share_parameters else check_divisible)(training.named)
+            check_elementwise(training)
 
     def updates_files(self, training: Training) -> bool:
         """See `Strategy`."""

@@ -40,6 +40,7 @@ from mpisgd.sharding.places import StatePlace
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.to_owners import ToOwners
 from mpisgd.sharding.shared_parameters import SharedParameters
+from mpisgd.sharding.update_work import declares_work, work_of
 
 __all__ = ["UNSCALE", "ShardedSynchronizer"]
 
@@ -109,7 +110,8 @@ class ShardedSynchronizer(Synchronizer):
             training.named,
             training.optimizer.param_groups,
             owners,
-            elementwise=self._is_known or training.elementwise,
+            elementwise=self._is_known or training.elementwise or declares_work(training.optimizer),
+            work_of=work_of(training.optimizer),
             joins=self._joins(owners, one_copy=kind.one_copy),
             master_dtype=self._master_dtype,
             cuts_alone=self._offload is not None,

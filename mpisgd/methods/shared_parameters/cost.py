@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mpisgd.methods.cost_kit import Alloc, Check, Collective, Op, Sizes, Wait, World
 from mpisgd.methods.cost_steps import changes_any, kept, trained, update
-from mpisgd.methods.sharded.cost import largest_part
+from mpisgd.methods.sharded.cost import largest_part, largest_share
 
 __all__ = ["cost"]
 
@@ -13,7 +13,7 @@ def cost(sizes: Sizes, world: World, step: int) -> Iterator[Op]:
     """Yield what a step takes."""
     number = world.ranks_per_host
     if not step:
-        state = largest_part([each.state_bytes for each in sizes.parameters], number, cuts=sizes.cuts)
+        state = largest_part([each.state_bytes for each in sizes.parameters], number, sizes)
         yield from kept(sizes, parameters=1 / number, state=state)
         if changes_any(sizes, world):
             yield Alloc("buffers", sum(each.padded_bytes for each in sizes.buckets if each.packed_bytes))
@@ -29,6 +29,6 @@ def cost(sizes: Sizes, world: World, step: int) -> Iterator[Op]:
         for nbytes in sizes.messages:
             yield Collective(kind, nbytes, itemsize=sizes.itemsize)
     yield Wait()
-    yield from update(1 / number)
+    yield from update(largest_share(number, sizes))
     yield Check()
     yield Wait()

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mpisgd.core.group import Group
 from mpisgd.gradients.options import ReductionOptions
+from mpisgd.sharding.update_work import check_not_whole
 
-__all__ = ["Training"]
+__all__ = ["Training", "check_elementwise"]
 
 
 class Training(NamedTuple):
@@ -48,3 +49,13 @@ class Training(NamedTuple):
     def params(self) -> list[Tensor]:
         """The parameters of the optimizer, as its groups have them now."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+def check_elementwise(training: Training) -> None:
+    """Raise where parameters would be cut, and the optimizer is known to update them as a whole.
+
+    Raises:
+        InvalidArgument: see `check_not_whole`.
+    """
+    if training.elementwise:
+        check_not_whole(training.optimizer)

@@ -12,7 +12,7 @@ from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.replicated import Replicated
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
-from mpisgd.methods.strategy.training import Training
+from mpisgd.methods.strategy.training import Training, check_elementwise
 from mpisgd.methods.synchronous import paper
 from mpisgd.sharding.shared_parameters import check_shareable
 
@@ -39,6 +39,7 @@ class Synchronous(Strategy):
         super().check(training)
         if training.share_parameters:
             check_shareable(training.named)
+            check_elementwise(training)
 
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return the working part, which reduces gradients; with shared parameters, to their owners."""
