@@ -91,6 +91,7 @@ from mpisgd.methods.diloco.diloco import DiLoCo as DiLoCo
 from mpisgd.methods.elastic_averaging.elastic_averaging import ElasticAveraging as ElasticAveraging
 from mpisgd.methods.gossip.gossip import Gossip as Gossip
 from mpisgd.methods.local_sgd.local_sgd import LocalSGD as LocalSGD
+from mpisgd.methods.muon.muon_with_adamw import MuonWithAdamW as MuonWithAdamW
 from mpisgd.methods.one_bit_adam.one_bit_adam import OneBitAdam as OneBitAdam
 from mpisgd.methods.one_bit_lamb.one_bit_lamb import OneBitLamb as OneBitLamb
 from mpisgd.methods.parameter_server.parameter_server import ParameterServer as ParameterServer

@@ -367,6 +367,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Add parameters later. Collective: all ranks add the same ones."""
         self._check_not_inside_join("add_param_group")
         self._synchronizer.end_failed_step()
+        num_groups = len(self.param_groups)
         super().add_param_group(param_group)
         training = self._synchronizer.training
         named = [*training.named, *name_parameters(self, None)[len(training.named) :]]
@@ -374,12 +375,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             try:
                 agree_on("add_param_group", named, training.group)
             except (InvalidArgument, PeerLost):  # after a loss a commit is restored that knows nothing of it
-                self.param_groups.pop()
+                del self.param_groups[num_groups:]
                 raise
             try:
                 self._synchronizer.extend(named)
             except InvalidArgument:  # which is raised before anything has changed
-                self.param_groups.pop()
+                del self.param_groups[num_groups:]
                 raise
             self._keeper.extended()
             self._window.use(self._synchronizer.gradients)

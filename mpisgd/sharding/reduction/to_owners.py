@@ -287,6 +287,16 @@ class ToOwners:
         left = [s if exists else None for s, exists in zip(self._sharded, self._exists, strict=True)]
         return all(map(operator.is_, [param.grad for param in self._launcher.params], left))
 
+    def check_gradients(self) -> None:
+        """Raise where a gradient is what another optimizer has left: also on ranks that own no part of it.
+
+        Raises:
+            InvalidArgument: names the parameter.
+        """
+        for param, sharded in zip(self._launcher.params, self._sharded, strict=True):
+            if isinstance(param.grad, ShardedGradient) and param.grad is not sharded:
+                raise InvalidArgument(param.grad.why)
+
     def grad_of(self, piece: Piece) -> Tensor | None:
         """Return the gradient of a piece: what was reduced, or what the program has put in its place.
 

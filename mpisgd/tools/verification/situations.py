@@ -162,7 +162,7 @@ def _with_option(name: str, text: str) -> Change:
 
 
 def _with_optimizer(name: str, **settings: object) -> Change:
-    """Train by another of torch's optimizers, whose steps are not exact."""
+    """Train by another optimizer, whose steps are not exact."""
 
     def changed(program: Program) -> Program | None:
         if any(each.name != "SGD" for each in program.optimizers):
@@ -337,6 +337,7 @@ def _table() -> dict[str, Situation]:
         ("two optimizers of the same", "optimizers state", _same_twice),
         ("Adam", "state", _with_optimizer("Adam", lr=0.01, weight_decay=0.01)),
         ("fused AdamW", "state", _with_optimizer("AdamW", lr=0.01, fused=True)),
+        ("Muon and AdamW", "state parameters", _with_optimizer("MuonWithAdamW", lr=0.05)),
         ("other names", "parameters", lambda p: _renamed(p, "other")),
         ("no names", "parameters", lambda p: _renamed(p, "none")),
         ("two learning rates", "optimizers", _two_rates),

@@ -97,6 +97,16 @@ OPTIMIZERS = {
     ),
     "a user's": (SGD_DRIFT, lambda m: SignedMomentum(m.parameters(), 0.05, 0.7, squash=0.5)),
     "named": (SGD_DRIFT, lambda m: torch.optim.SGD(m.named_parameters(), lr=0.1, momentum=0.9)),
+    **(
+        {
+            "muon and adamw": (
+                ADAM_DRIFT,
+                lambda m: mpisgd.MuonWithAdamW(m.named_parameters(), lr=0.02, adamw=["4"]),
+            )
+        }
+        if hasattr(torch.optim, "Muon")
+        else {}
+    ),
     "several groups": (
         ADAM_DRIFT,
         lambda m: torch.optim.Adam(

@@ -122,8 +122,9 @@ def test_a_model_may_have_several_dtypes(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_that_is_not_elementwise_updates_whole_parameters(stage):
-    tol, optimizer = OPTIMIZERS["a user's"]
+@pytest.mark.parametrize("name", [name for name in ("a user's", "muon and adamw") if name in OPTIMIZERS])
+def test_an_optimizer_that_is_not_elementwise_updates_whole_parameters(name, stage):
+    tol, optimizer = OPTIMIZERS[name]
     check_equal_runs(optimizer=optimizer, tol=tol, strategy=mpisgd.Sharded(stage))
 
 

@@ -359,6 +359,26 @@ def test_elementwise_is_refused_where_it_is_not_true(make, placement):
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_another_optimizer_are_an_error_on_ranks_that_own_nothing_too(stage):
+    """These went on, and met the others in another operation."""
+
+    def program() -> None:
+        params = parameters(SHAPES[:1])
+        first, second = (
+            mpisgd.DistributedOptimizer(
+                torch.optim.Muon(params), strategy=mpisgd.Sharded(stage), check_start=False
+            )
+            for _ in range(2)
+        )
+        backward(params, 0, mpisgd.rank(), 3)
+        second.step()
+        with pytest.raises(mpisgd.InvalidArgument, match="is divided among the ranks"):
+            first.step()
+
+    run_ranks(3, program)
+
+
 def test_the_work_is_not_known_of_others():
     params = parameters()
     assert work_of(torch.optim.AdamW(params))(params[0], {}) is None

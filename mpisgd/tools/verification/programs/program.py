@@ -11,6 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+import mpisgd
 from mpisgd.methods.catalogue import optimizers
 from mpisgd.tools.verification.programs.option_text import evaluated
 
@@ -77,7 +80,8 @@ class Optimizer:
     """A torch optimizer, and what `mpisgd.DistributedOptimizer` is asked for.
 
     Attributes:
-        name: of the class in torch.optim, or of one of mpisgd's that averages by itself; see `ONE_BIT`.
+        name: of the class in torch.optim or in mpisgd; those of mpisgd that average by themselves are in
+            `ONE_BIT`.
         settings: its arguments by name.
         layers: which of the model's it updates from the beginning.
         options: of `DistributedOptimizer`, by name, each as the text of a Python expression.
@@ -93,6 +97,16 @@ class Optimizer:
     def option(self, name: str, default: str = "") -> str:
         """Return the text of an option."""
         return dict(self.options).get(name, default)
+
+    @property
+    def kind(self) -> Any:
+        """The class."""
+        return getattr(torch.optim, self.name, None) or getattr(mpisgd, self.name)
+
+    @property
+    def text(self) -> str:
+        """The class as programs call it."""
+        return f"torch.optim.{self.name}" if hasattr(torch.optim, self.name) else f"mpisgd.{self.name}"
 
     @property
     def passes(self) -> int:

@@ -262,7 +262,7 @@ def _make_optimizers(program: Program) -> Iterator[str]:
             yield f"    return {wrapped} if wraps else torch.optim.Adam(groups_{place})"
             yield f"opts = [make_{place}()]"
             continue
-        yield f"    opt = torch.optim.{optimizer.name}(groups_{place}{settings})"
+        yield f"    opt = {optimizer.text}(groups_{place}{settings})"
         options = [f"{name}={text}" for name, text in optimizer.options]
         options += [group.removeprefix(", ")] if group else []
         if optimizer.names != "none":

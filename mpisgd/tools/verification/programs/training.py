@@ -76,7 +76,7 @@ class Training:
         optimizer = self.program.optimizers[place]
         if optimizer.name in ONE_BIT:  # as long as nothing of it travels by one bit
             return torch.optim.Adam(self.groups_of(place), lr=dict(optimizer.settings)["lr"])
-        return getattr(torch.optim, optimizer.name)(self.groups_of(place), **dict(optimizer.settings))
+        return optimizer.kind(self.groups_of(place), **dict(optimizer.settings))
 
     def groups_of(self, place: int) -> list[dict[str, Any]]:
         """Return the parameter groups of an optimizer, to make it."""
@@ -291,9 +291,15 @@ def _scaler() -> torch.amp.GradScaler:
 
 
 def initial_groups(program: Program, optimizer: Optimizer) -> list[tuple[tuple[int, ...], float]]:
-    """Return the parameter groups of an optimizer: layers, and a factor of the learning rate."""
-    whole = tuple(layer for layer in optimizer.layers if not program.layers[layer].scaled)
-    half = tuple(layer for layer in optimizer.layers if program.layers[layer].scaled)
+    """Return the parameter groups of an optimizer: layers, and a factor of the learning rate.
+
+    Layers are in the optimizer's order: one that has groups for matrices has these first.
+    """
+    layers = optimizer.layers
+    if hasattr(optimizer.kind, "whole_update_work"):
+        layers = tuple(sorted(layers, key=lambda layer: len(program.layers[layer].shape) != 2))
+    whole = tuple(layer for layer in layers if not program.layers[layer].scaled)
+    half = tuple(layer for layer in layers if program.layers[layer].scaled)
     return [(layers, factor) for layers, factor in ((whole, 1.0), (half, 0.5)) if layers]
 
 

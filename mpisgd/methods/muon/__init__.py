@@ -1,0 +1,1 @@
+"""Muon for the matrices of a model, and AdamW for the rest."""
