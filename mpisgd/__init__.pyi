@@ -88,6 +88,7 @@ from mpisgd.layouts.search import auto_layout as auto_layout
 from mpisgd.methods.adasum.adasum import Adasum as Adasum
 from mpisgd.methods.cast.cast import Compression as Compression
 from mpisgd.methods.diloco.diloco import DiLoCo as DiLoCo
+from mpisgd.methods.dion.dion import Dion as Dion
 from mpisgd.methods.elastic_averaging.elastic_averaging import ElasticAveraging as ElasticAveraging
 from mpisgd.methods.gossip.gossip import Gossip as Gossip
 from mpisgd.methods.local_sgd.local_sgd import LocalSGD as LocalSGD

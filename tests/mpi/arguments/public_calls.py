@@ -519,6 +519,7 @@ NOT_CALLED = {
     "BucketLayout": "made by the plan of buckets",
     "MeshLayout": "made by layout",
     "Offload": "its arguments: tests/unit/sharding",
+    "Dion": "its arguments: tests/unit/optim",
     "MuonWithAdamW": "its arguments: tests/unit/optim",
     "OneBitAdam": "its arguments: tests/mpi/optim",
     "Sharded": "its arguments: tests/mpi/optim",

@@ -118,6 +118,7 @@ def documented(model: nn.Module, *, group: mpisgd.Group | None = None) -> Optimi
 
 OWN_MODELS["documented"] = documented
 BY_THEMSELVES: dict[str, Make] = {
+    "Dion": functools.partial(_by_itself, mpisgd.Dion, rank_fraction=0.5),
     "OneBitAdam": functools.partial(_by_itself, mpisgd.OneBitAdam, freeze_step=3),
     "OneBitLamb": functools.partial(_by_itself, mpisgd.OneBitLamb, freeze_step=3),
     "ZeroOneAdam": functools.partial(

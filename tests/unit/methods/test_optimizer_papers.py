@@ -12,6 +12,7 @@ from paper_programs import CLOSE, Program, assert_same, by_optimizer, by_paper
 from torch import nn
 
 import mpisgd
+from mpisgd.methods.dion.paper import Dion
 from mpisgd.methods.one_bit_adam.paper import OneBitAdam
 from mpisgd.methods.one_bit_lamb.paper import OneBitLamb
 from mpisgd.methods.paper_kit import Paper, Vec, World
@@ -146,3 +147,46 @@ def test_situations(situation):
     check(3, adam, OneBitAdam(6, constant, *BETAS, EPS), **chosen)
     check(3, lamb, OneBitLamb(6, constant, *BETAS, EPS), **chosen)
     check(3, zero_one, ZeroOneAdam(RENEWALS, MEETINGS, constant, *BETAS, EPS), **chosen)
+
+
+# -- Dion: matrices by the paper, the rest by AdamW ---------------------------------------------------------
+
+
+def rest_by_adamw(params: Any) -> torch.optim.Optimizer:
+    rest = [param for param in params if param.dim() != 2]
+    return torch.optim.AdamW(rest, 0.02, BETAS, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "situation",
+    [
+        {},
+        {"hosts": (2, 1)},
+        {"passes": lambda rank, step: 1 + (rank + step) % 2},
+        {"passes": lambda rank, step: int((rank, step) != (0, 1))},
+        {"unused": lambda rank, step: ("matrix", "bias") if rank == step % 2 else ()},
+        {"unused": lambda rank, step: ("matrix",) if step in (0, 3) else ()},
+        {"frozen": ("cube",)},
+    ],
+    ids=["plain", "hosts", "passes", "no backward", "some unused", "nobody uses it", "frozen"],
+)
+def test_dion(size, fraction, situation):
+    if sum(situation.get("hosts", (size,))) != size:
+        pytest.skip("other hosts")
+
+    def make(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        return mpisgd.Dion(
+            params.values(),
+            lr=0.02,
+            weight_decay=0.1,
+            momentum=0.9,
+            rank_fraction=fraction,
+            adjust_lr_fn="spectral_norm",
+            adamw_betas=BETAS,
+        )
+
+    program = Program(size=size, dyadic=False, steps=12, make=rest_by_adamw, **situation)
+    paper = Dion(lr=0.02, mu=0.9, decay=0.1, fraction=fraction, scale=lambda s: (s[0] / s[1]) ** 0.5)
+    assert_same(by_optimizer(program, make), by_paper(program, Definition(paper)), CLOSE)

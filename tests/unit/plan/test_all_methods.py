@@ -46,6 +46,7 @@ def test_every_method_with_every_compression_that_goes_with_it(hosts, k):
 
 
 OPTIMIZERS = {
+    "Dion": "rank_fraction=0.5",
     "OneBitAdam": "freeze_step=2",
     "OneBitLamb": "freeze_step=2",
     "ZeroOneAdam": "var_freeze_step=2",

@@ -6,6 +6,7 @@ from mpisgd.tools.verification.modes.bfloat16 import BFLOAT16
 from mpisgd.tools.verification.modes.compressions import COMPRESSIONS
 from mpisgd.tools.verification.modes.horovod import HOROVOD
 from mpisgd.tools.verification.modes.layouts import LAYOUTS
+from mpisgd.tools.verification.modes.matrix_optimizers import MATRIX_OPTIMIZERS
 from mpisgd.tools.verification.modes.one_bit_optimizers import ONE_BIT_OPTIMIZERS
 from mpisgd.tools.verification.modes.pairs import PAIRS
 from mpisgd.tools.verification.modes.pipelines import PIPELINES
@@ -28,5 +29,6 @@ MODES: tuple[Mode, ...] = (
     *COMPRESSIONS,
     *PAIRS,
     *ONE_BIT_OPTIMIZERS,
+    *MATRIX_OPTIMIZERS,
     *BFLOAT16,
 )

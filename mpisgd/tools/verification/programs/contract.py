@@ -34,6 +34,7 @@ from mpisgd.tools.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.training import SERIAL
 
 __all__ = ["may_be_refused", "sends_in_backward", "violation"]
 
@@ -130,7 +131,8 @@ def _impossible(program: Program) -> str:
         return "parameters of servers at which nobody waits have one optimizer"
     if names & {*ONE_BIT} and program.optimizers[0].options:
         return "1-bit optimizers are not wrapped"
-    if names & {*ONE_BIT} and program.is_resized and 100 not in dict(program.optimizers[0].settings).values():
+    freezes = names & {*ONE_BIT} and 100 not in dict(program.optimizers[0].settings).values()
+    if freezes and SERIAL not in names and program.is_resized:
         return "some ranks would not see that the first gradient of a parameter comes late"
     return ""
 

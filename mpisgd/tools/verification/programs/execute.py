@@ -17,7 +17,7 @@ from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.sabotaged import SabotagedTraining
 from mpisgd.tools.verification.programs.serial_definition import definition_of
-from mpisgd.tools.verification.programs.training import Training
+from mpisgd.tools.verification.programs.training import SERIAL, Training
 from mpisgd.tools.verification.sabotage import Sabotage
 
 __all__ = [
@@ -136,6 +136,8 @@ def has_reference(program: Program) -> bool:
 
 
 def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
+    if optimizer.name == SERIAL:
+        return True
     if optimizer.name in ONE_BIT:
         settings = dict(optimizer.settings)
         return (

@@ -18,6 +18,7 @@ from mpisgd.tools.verification.programs.program import (
     Program,
     examples_of,
 )
+from mpisgd.tools.verification.programs.training import SERIAL
 from mpisgd.tools.verification.programs.variants import ranks_agree
 
 __all__ = ["python_text"]
@@ -52,7 +53,7 @@ def python_text(program: Program) -> str:
     lines = [
         f"# {environment}mpirun -n {program.ranks} --oversubscribe python THIS_FILE",
         *IMPORTS,
-        *("import mpisgd", "", "mpisgd.init(timeout_s=10)"),
+        *("import mpisgd", *_imports(program), "", "mpisgd.init(timeout_s=10)"),
         *_group(program),
     ]
     lines += _definitions(program)
@@ -259,7 +260,10 @@ def _make_optimizers(program: Program) -> Iterator[str]:
         group = ", group=group" if program.group != "world" or program.is_resized else ""
         if optimizer.name in ONE_BIT:
             wrapped = f"mpisgd.{optimizer.name}(groups_{place}{settings}{group})"
-            yield f"    return {wrapped} if wraps else torch.optim.Adam(groups_{place})"
+            serial = f"torch.optim.Adam(groups_{place})"
+            if optimizer.name == SERIAL:
+                serial = f"SerialDion(groups_{place}{settings})"
+            yield f"    return {wrapped} if wraps else {serial}"
             yield f"opts = [make_{place}()]"
             continue
         yield f"    opt = {optimizer.text}(groups_{place}{settings})"
@@ -415,6 +419,11 @@ def examples_text(program: Program, until: Event) -> str:
 def _named(program: Program) -> str:
     pairs = ", ".join(f"('{i}', p{i}.detach())" for i in range(len(program.layers)))
     return f"[{pairs}]"
+
+
+def _imports(program: Program) -> Iterator[str]:
+    if any(optimizer.name == SERIAL for optimizer in program.optimizers):
+        yield "from mpisgd.tools.verification.programs.serial_dion import SerialDion"
 
 
 def _of_group(program: Program) -> str:

@@ -17,8 +17,12 @@ from torch import Tensor, nn
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Optimizer, Program, examples_of
+from mpisgd.tools.verification.programs.serial_dion import SerialDion
 
-__all__ = ["Training", "initial_groups"]
+__all__ = ["SERIAL", "Training", "initial_groups"]
+
+SERIAL = "Dion"  # averages by itself, and has a definition in one process
+DIVIDES_GROUPS = (SERIAL, "MuonWithAdamW")
 
 
 class Training:
@@ -74,6 +78,8 @@ class Training:
     def make(self, place: int) -> Any:
         """Make an optimizer with all groups that it has by now."""
         optimizer = self.program.optimizers[place]
+        if optimizer.name == SERIAL:
+            return SerialDion(self.groups_of(place), **dict(optimizer.settings))
         if optimizer.name in ONE_BIT:  # as long as nothing of it travels by one bit
             return torch.optim.Adam(self.groups_of(place), lr=dict(optimizer.settings)["lr"])
         return optimizer.kind(self.groups_of(place), **dict(optimizer.settings))
@@ -296,7 +302,7 @@ def initial_groups(program: Program, optimizer: Optimizer) -> list[tuple[tuple[i
     Layers are in the optimizer's order: one that has groups for matrices has these first.
     """
     layers = optimizer.layers
-    if hasattr(optimizer.kind, "whole_update_work"):
+    if optimizer.name in DIVIDES_GROUPS:
         layers = tuple(sorted(layers, key=lambda layer: len(program.layers[layer].shape) != 2))
     whole = tuple(layer for layer in layers if not program.layers[layer].scaled)
     half = tuple(layer for layer in layers if program.layers[layer].scaled)

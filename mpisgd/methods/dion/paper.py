@@ -1,0 +1,82 @@
+"""Dion: a momentum of which a part of low rank is taken in each step, orthonormal.
+
+Ahn, Xu, Abreu and Langford 2025, "Dion: Distributed Orthonormalized Updates", algorithm 1, with all ranks'
+gradients in one process. For a matrix X [m, n] with gradient G, momentum M [m, n] and right factor Q [n, r]:
+
+    B = M + G
+    P = orthonormal basis of B Q              [m, r], one step of a power iteration from the last Q
+    R = B^T P                                 [n, r]
+    M = B - (1 - mu) P R^T                    what is taken away is fed back as errors are
+    Q = R with columns of norm 1
+    X = (1 - lr decay) X - lr scale P Q^T
+
+r = ceil(fraction min(m, n)); the first Q are normal numbers. G is the mean of the ranks' gradients. What is
+no matrix is the wrapped optimizer's: AdamW in the paper.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean
+
+__all__ = ["Dion", "State", "dion", "rank_of"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What is kept, of matrices."""
+
+    M: Vec = alike(default_factory=Vec)
+    Q: Vec = alike(default_factory=Vec)
+
+
+@dataclass(frozen=True)
+class Dion(Paper[State]):
+    """`scale` is of a matrix's shape; eps keeps columns of zeros from a division by 0."""
+
+    of_memory = True
+
+    lr: float
+    mu: float = 0.95
+    decay: float = 0.0
+    fraction: float = 0.25
+    scale: Callable[[torch.Size], float] = lambda shape: 1.0
+    eps: float = 1e-8
+
+    def start(self, x: dict[int, Vec], w: World) -> State:
+        """See `Paper`."""
+        matrices = {name: X for name, X in x[w.ranks[0]].items() if X.dim() == 2}
+        first = w.draw(0, None)
+        Q = {name: first.normal(name, X, rank_of(X.shape, self.fraction)) for name, X in matrices.items()}
+        return State(Vec(matrices).each(torch.zeros_like), Vec(Q))
+
+    def update(
+        self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
+    ) -> tuple[State, dict[int, Vec]]:
+        """See `Paper`."""
+        G = mean(filled(g), w)
+        rest = {i: w.optimizer(i, x[i], G.only([name for name in G if name not in s.M])) for i in w.ranks}
+        M, Q, X = dict(s.M), dict(s.Q), {}
+        for name in [name for name in G if name in s.M]:
+            M[name], Q[name], step = dion(G[name], s.M[name], s.Q[name], self.mu, self.eps)
+            old = x[w.ranks[0]][name]
+            X[name] = (1 - self.lr * self.decay) * old - self.lr * self.scale(old.shape) * step
+        return State(Vec(M), Vec(Q)), {i: Vec({**rest[i], **X}) for i in w.ranks}
+
+
+def dion(G: Tensor, M: Tensor, Q: Tensor, mu: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return M, Q and P Q^T after a step."""
+    B = M + G
+    P = torch.linalg.qr(B @ Q).Q
+    R = B.T @ P
+    Q = R / (R.norm(dim=0) + eps)
+    return B - (1 - mu) * P @ R.T, Q, P @ Q.T
+
+
+def rank_of(shape: torch.Size, fraction: float) -> int:
+    """Return r."""
+    return max(1, ceil(fraction * min(shape)))
