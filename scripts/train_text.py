@@ -5,6 +5,7 @@
     mpirun -np 4 python scripts/train_text.py --zero 3                           sharded model
     mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
     mpirun -np 4 python scripts/train_text.py --strategy "DiLoCo(50)"            data parallel on a slow link
+    mpirun -np 4 python scripts/train_text.py --optimizer muon                   matrices by Muon
     mpirun -np 4 python scripts/train_text.py --pipeline pipedream               stages that never wait
     mpirun -np 4 python scripts/train_text.py --layout "batch:dp; hidden:tp; vocab:tp" --mesh dp:2,tp:2
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from training.division import Division, Zero, check_division, choose_layout, choose_method
 from training.layout import Layout, check_fit
 from training.methods import CompressionOption, StrategyOption, common_model, finish
+from training.optimizers import OptimizerName, OptimizerOption, make_optimizer, method_for
 from training.parallelize import parallelize
 from training.ranks import mean_over_ranks, on_rank_0
 from training.records import TensorBoard, Terminal, append_metrics, check_tensorboard, check_writable
@@ -73,6 +75,7 @@ class Settings:
     seed: int
     precision: Precision
     layer_dropping: str | None = None
+    optimizer: OptimizerName = OptimizerName.adamw
 
     @property
     def model_size(self) -> ModelSize:
@@ -139,8 +142,8 @@ def build_parallel(
     """The same of torch's layouts, and of whole models. Collective."""
     layout, method, num_micro_batches = division.layout, division.method, division.num_micro_batches
     mesh = layout.mesh()  # (2) the ranks as a grid
-    model = whole
-    if method.is_default:
+    model: nn.Module = whole
+    if method.is_default and settings.optimizer is not OptimizerName.dion:  # which averages by itself
         model = parallelize(whole, layout, mesh, drops_layers=dropping is not None)  # (3)
     pipelined = layout.pp > 1
     model_pass = (
@@ -173,7 +176,7 @@ def drop_layers(model: GPT, settings: Settings) -> ProgressiveLayerDropping | No
 def build_optimizer(
     settings: Settings, layout: Layout, model: nn.Module, mesh: DeviceMesh
 ) -> torch.optim.Optimizer:
-    """AdamW; with --zero 1 each data-parallel rank keeps its state for a share of the parameters."""
+    """With --zero 1 each data-parallel rank keeps AdamW's state for a share of the parameters."""
     if layout.zero == 1:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles for 0.2 s when it is imported
 
@@ -181,7 +184,7 @@ def build_optimizer(
         return ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, process_group=group, lr=settings.lr
         )
-    return torch.optim.AdamW(model.parameters(), lr=settings.lr)
+    return make_optimizer(settings.optimizer, model, settings.lr)
 
 
 def train_step(training: Training, settings: Settings, sequences: Tensor) -> Tensor | None:
@@ -374,6 +377,7 @@ def main(
     resume_from: Annotated[
         Path | None, typer.Option("--resume", help="Resume from a folder of --save, in any layout.")
     ] = None,
+    optimizer: OptimizerOption = OptimizerName.adamw,
     strategy: StrategyOption = "Synchronous",
     compression: CompressionOption = "none",
     sample: Annotated[int, typer.Option(min=0, help="Bytes to generate at the end.")] = 200,
@@ -399,8 +403,9 @@ def main(
         layer_dropping is not None,
     )
     sizes = (layers, heads, dim, context, batch_size)
-    settings = Settings(*sizes, lr, warmup_steps, seed, precision, layer_dropping)
+    settings = Settings(*sizes, lr, warmup_steps, seed, precision, layer_dropping, optimizer)
     check_division(division, parallel)
+    division = replace(division, method=method_for(optimizer, division))
     check_fit(layout, settings.model_size, batch_size, division.num_micro_batches)
     on_rank_0(lambda: check_outputs(save_to, metrics))
     on_rank_0(lambda: check_tensorboard(tensorboard))

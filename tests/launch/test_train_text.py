@@ -51,15 +51,20 @@ RUNS = {
         "2bw": ("--pipeline", "2bw"),
         "LocalSGD": LOCAL,
         "without communication": ("--parallel", "dp=2"),
+        "muon": ("--optimizer", "muon"),
+        "muon zero 2": ("--optimizer", "muon", "--zero", 2, "--accumulate", 2),
+        "dion": ("--optimizer", "dion"),
     },
     1: {
         "alone": (),
         "another seed": ("--seed", 1),
         "bf16 alone": ("--precision", "bf16"),
+        "muon alone": ("--optimizer", "muon"),
+        "dion alone": ("--optimizer", "dion"),
     },
 }
 # Those that leave a checkpoint, and those that go on from it: number of ranks, from which, options.
-SAVED = ("dp=2,tp=2", "zero 1", "LocalSGD", "pipedream")
+SAVED = ("dp=2,tp=2", "zero 1", "LocalSGD", "pipedream", "muon", "dion")
 RESUMED = {
     "dp=2,tp=2 to pp=2": (2, "dp=2,tp=2", ("--parallel", "pp=2")),
     "dp=2,tp=2 to zero 1": (2, "dp=2,tp=2", ("--zero", 1)),
@@ -70,6 +75,9 @@ RESUMED = {
     "LocalSGD to itself": (2, "LocalSGD", LOCAL),
     "LocalSGD to DiLoCo": (2, "LocalSGD", ("--strategy", "DiLoCo(4)")),
     "LocalSGD to zero 3": (2, "LocalSGD", ("--zero", 3)),
+    "muon to muon alone": (1, "muon", ("--optimizer", "muon")),
+    "dion to dion alone": (1, "dion", ("--optimizer", "dion")),
+    "dion to itself": (2, "dion", ("--optimizer", "dion")),
     "dp=2,tp=2 to alone": (1, "dp=2,tp=2", ()),
     "zero 1 to alone": (1, "zero 1", ()),
 }
@@ -80,7 +88,8 @@ WITH_EIGHT = {
 EQUAL = [
     name
     for name in (*RUNS[4], *RUNS[2], *RESUMED)
-    if not name.startswith(("bf16", "LocalSGD", "pipedream", "2bw")) and name != "without communication"
+    if not name.startswith(("bf16", "LocalSGD", "pipedream", "2bw", "muon", "dion"))
+    and name != "without communication"
 ]
 # What says something that no other run of the short form does; the rest is for --long.
 SHORT_FORM = (
@@ -88,6 +97,7 @@ SHORT_FORM = (
     *("zero 2 offloaded", "accumulation", "all elements by TopK", "gpipe", "bf16 alone", "bf16 zero 3"),
     *("dp=2,tp=2 to pp=2", "dp=2,tp=2 to layout", "zero 1 to zero 3", "zero 1 to alone"),
     *("pipedream", "LocalSGD to DiLoCo"),
+    *("muon", "dion to dion alone"),
 )
 
 DRIVER = """
@@ -111,6 +121,9 @@ REFUSED = [
     ((*AXIS, "--parallel", "dp=1"), "instead of --parallel"),
     ((*AXIS, "--checkpoint-activations"), "--checkpoint-activations does not go with --layout"),
     (("--pipeline", "pipedream"), "two stages or more"),
+    (("--optimizer", "muon", "--zero", 3), "--optimizer muon goes with the whole model on every rank"),
+    ((*AXIS, "--optimizer", "dion"), "--optimizer dion goes with the whole model on every rank"),
+    (("--optimizer", "dion", "--strategy", "LocalSGD(4)"), "--optimizer dion averages by itself"),
 ]
 REFUSALS = """
 import json, sys
@@ -171,6 +184,8 @@ def wanted_by(items: list[pytest.Item]) -> set[str]:
         "without communication",
         "LocalSGD to itself",
         "pipedream to itself",
+        "muon alone",
+        "dion alone",
     )
     return {*named, *SAVED, *always}
 
@@ -232,6 +247,15 @@ def test_ranks_that_train_by_themselves_have_a_curve_of_their_own_and_go_on_with
     assert max_difference(local, alone) > 1e-3
     assert local[-1] < local[0] - 1
     assert max_difference(curves["LocalSGD to itself"], local) < 1e-12
+
+
+@runs_named("muon", "muon zero 2", "muon to muon alone", "dion", "dion to dion alone", "dion to itself")
+def test_other_optimizers_give_the_curve_of_one_process(curves, name):
+    """Muon computes in bfloat16, so that what is rounded otherwise before it may grow."""
+    alone = curves[f"{name.split()[0]} alone"]
+    assert alone[-1] < alone[0] - 1
+    assert max_difference(alone, curves["alone"]) > 1e-3
+    assert max_difference(curves[name], alone) < (1e-2 if name.startswith("muon") else 1e-4)
 
 
 @runs_named("pipedream", "2bw")
