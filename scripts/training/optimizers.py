@@ -50,12 +50,12 @@ def method_for(name: OptimizerName, division: Division) -> Method:
     is_divided = division.schedule or division.mesh_layout or layout.tp > 1 or layout.pp > 1
     if is_divided or layout.zero not in (0, 2):
         raise mpisgd.JobError(
-            f"--optimizer {name.value} goes with the whole model on every rank: leave out --pipeline, --layout, "
-            "tp and pp, and take --zero 0 or 2"
+            f"--optimizer {name.value} goes with the whole model on every rank: leave out --pipeline, "
+            "--layout, tp and pp, and take --zero 0 or 2"
         )
     if name is OptimizerName.dion and not (method.is_default and division.num_micro_batches == 1):
         raise mpisgd.JobError(
-            "--optimizer dion averages by itself; leave out --strategy, --compression, --zero and --accumulate"
+            "--optimizer dion averages by itself: leave out --strategy, --compression, --zero, --accumulate"
         )
     if name is OptimizerName.muon and method.is_default:
         return Method(mpisgd.Sharded(stage=1), method.compression)
