@@ -33,6 +33,7 @@ OWN = {
     "data_parallel": ("model", "ratio_to_ddp", "x DDP"),
     "checkpoint": ("model", "ratio_to_step", "x step"),
     "fusion": ("gradients", "ratio_to_fused", "x fused"),
+    "muon": ("model", "ratio_to_fsdp2", "x FSDP2"),
 }
 
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from launcher import run_python
 
 HEADER = {
@@ -217,6 +218,21 @@ def test_fusion_is_measured_beside_one_call_each(tmp_path):
         "comm.Allreduce, one call each",
         "one memcpy of all bytes",
     }
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+def test_muon_is_measured_beside_fsdp2(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "bench_muon.py"
+    small = ("--layers", "2", "--dim", "16", "--context", "8", "--repeats", "2")
+    done = run_python(str(script), *small, "--json", str(tmp_path / "muon.json"), num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "muon.json").read_text())
+    check_spread(record["rows"])
+    names = {row["variant"] for row in record["rows"]}
+    assert {"FSDP2, gathered", "FSDP2 on gloo, gathered", "Synchronous", "Sharded(1)"} < names
+    shares = record["shares"]  # of 12 matrices with equal work in pairs
+    assert shares["Synchronous"] == 2.0
+    assert max(shares[name] for name in ("Sharded(1)", "Sharded(2)", "share_parameters")) <= 1.15
 
 
 def test_overlap_wants_several_hosts():
