@@ -7,12 +7,14 @@ Gradients, of all parameters of an optimizer:
       |                                            | somebody asks for them: clipping, a closure
       |          all others                        v
       +----------------------------------------> OWNED ----------------------------------------> LOCAL
+                                                   | a step with offload, which frees them piece by piece
+                                                   v
+                                                 USED -----------------------------------------> LOCAL
 
     LOCAL      p.grad is this rank's own, or None
     DEFERRED   p.grad is a `ShardedGradient`; each rank has its own still, which the step combines
     OWNED      p.grad is a `ShardedGradient`; each owner has the combined gradients of its pieces
-    USED       p.grad is a `ShardedGradient`; a step has freed what the owners had, piece by piece (offload);
-               it follows OWNED
+    USED       p.grad is a `ShardedGradient`; no rank has the gradients any more
 
 Optimizer state:
 

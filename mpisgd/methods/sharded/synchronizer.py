@@ -246,7 +246,6 @@ class ShardedSynchronizer(Synchronizer):
         for group in groups:
             group["params"].clear()
         if not self._destination.is_untouched():  # there may be hundreds of them, and each would be asked
-            self._destination.check_gradients()
             for piece in self._parameters.pieces:
                 piece.grad = self._destination.grad_of(piece)
         if self._offload is not None:  # the optimizer finds nothing left to do

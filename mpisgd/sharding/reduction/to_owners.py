@@ -271,7 +271,8 @@ class ToOwners:
         Raises:
             InvalidArgument: on every rank, whatever it owns.
         """
-        for param, sharded in zip(self._launcher.params, self._sharded, strict=True):
+        both = () if self.is_untouched() else zip(self._launcher.params, self._sharded, strict=True)
+        for param, sharded in both:
             if isinstance(param.grad, ShardedGradient) and param.grad is not sharded:
                 raise InvalidArgument(param.grad.why)
         if self.where is GradientPlace.USED and self.stands_in():
@@ -286,16 +287,6 @@ class ToOwners:
             return False
         left = [s if exists else None for s, exists in zip(self._sharded, self._exists, strict=True)]
         return all(map(operator.is_, [param.grad for param in self._launcher.params], left))
-
-    def check_gradients(self) -> None:
-        """Raise where a gradient is what another optimizer has left: also on ranks that own no part of it.
-
-        Raises:
-            InvalidArgument: names the parameter.
-        """
-        for param, sharded in zip(self._launcher.params, self._sharded, strict=True):
-            if isinstance(param.grad, ShardedGradient) and param.grad is not sharded:
-                raise InvalidArgument(param.grad.why)
 
     def grad_of(self, piece: Piece) -> Tensor | None:
         """Return the gradient of a piece: what was reduced, or what the program has put in its place.

@@ -11,7 +11,8 @@ from mpisgd.sharding.places import GradientPlace, StatePlace
 GRADIENTS = {
     "LOCAL": {"LOCAL", "DEFERRED", "OWNED"},
     "DEFERRED": {"LOCAL", "OWNED"},
-    "OWNED": {"LOCAL"},
+    "OWNED": {"LOCAL", "USED"},
+    "USED": {"LOCAL"},
 }
 STATE = {"WHOLE": {"WHOLE", "PIECES"}, "PIECES": {"WHOLE", "PIECES", "STEP"}, "STEP": {"PIECES"}}
 
