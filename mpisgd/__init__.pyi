@@ -84,6 +84,7 @@ from mpisgd.job.rank_info import rank as rank
 from mpisgd.job.rank_info import size as size
 from mpisgd.layouts.layout import MeshLayout as MeshLayout
 from mpisgd.layouts.layout import layout as layout
+from mpisgd.layouts.named_model import NamedModel as NamedModel
 from mpisgd.layouts.search import auto_layout as auto_layout
 from mpisgd.methods.adasum.adasum import Adasum as Adasum
 from mpisgd.methods.cast.cast import Compression as Compression

@@ -6,7 +6,7 @@ dispatched: that is the stream of operations of a step, see `mpisgd.methods.cost
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group,
+    get_process_group_ranks,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -25,8 +28,20 @@ from mpisgd.layouts.dimension_names import DimensionNames
 from mpisgd.layouts.distribution import distribute
 from mpisgd.layouts.rules import LayoutRules
 from mpisgd.methods.cast.cast import Compression
-from mpisgd.methods.cost_kit import TENSOR, Alloc, Collective, Compute, Op, World
-from mpisgd.methods.costs import wire_of
+from mpisgd.methods.cost_kit import (
+    TENSOR,
+    Alloc,
+    Check,
+    Collective,
+    Compute,
+    Cycle,
+    Free,
+    Op,
+    Sizes,
+    Wait,
+    World,
+)
+from mpisgd.methods.costs import MethodCost, wire_of
 from mpisgd.methods.peak_memory import peak_of
 from mpisgd.methods.wire_bytes import sent_bytes
 
@@ -45,10 +60,11 @@ class LayoutCost:
         sent_bytes: what a rank sends, by ring algorithms: 2 (n - 1) / n of what n ranks all-reduce, (n - 1)
             / n of what they gather or scatter.
         num_collectives: how many calls that takes.
-        parameter_bytes: of the rank's parts of the parameters.
+        parameter_bytes: of the rank's parts of the parameters, and of the buffers of modules.
         activation_bytes: what autograd keeps for backward.
         operations: multiplications and additions of matrices.
-        ops: the step that these are of.
+        ops: what is sent and computed, in this order.
+        trained: the parts of parameters that have gradients, without values.
     """
 
     sent_bytes: int
@@ -57,11 +73,40 @@ class LayoutCost:
     activation_bytes: int
     operations: int
     ops: tuple[Op, ...] = field(default=(), repr=False, compare=False)
+    trained: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the rank's parts of the gradients."""
+        return sum(each.nbytes for each in self.trained)
 
     def held_bytes(self, state_copies: int = 2) -> int:
         """Return parameters, gradients, the optimizer's state (2 copies: Adam) and activations together."""
-        state = Alloc("optimizer", state_copies * self.parameter_bytes)
-        return int(peak_of([*self.ops, state]).total)
+        state = state_copies * self.gradient_bytes
+        return int(peak_of([*self._before(state), *self._step()]).total)
+
+    def method(self, state_bytes: float) -> MethodCost:
+        """Return it as the cost of a method, whose sizes and ranks are those that were counted.
+
+        Args:
+            state_bytes: what the optimizer keeps of the rank's parts.
+        """
+
+        def steps(sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+            yield from self._step() if step else self._before(state_bytes)
+
+        return MethodCost(steps, lambda _: Cycle(), also_alone=True)
+
+    def _before(self, state_bytes: float) -> Iterator[Op]:
+        yield Alloc("parameters", self.parameter_bytes)
+        yield Alloc("gradients", self.gradient_bytes)
+        yield Alloc("optimizer", state_bytes)
+
+    def _step(self) -> Iterator[Op]:
+        yield Alloc("activations", self.activation_bytes)
+        yield from self.ops
+        yield Wait()
+        yield Free("activations", self.activation_bytes)
 
 
 def count_cost(
@@ -91,22 +136,17 @@ def count_cost(
                 output = twin(*inputs)
                 total = output.sum() if loss is None else loss(output)
             total.backward()
-    parts = sum(local_part(param).nbytes for param in twin.parameters())
-    held = {"parameters": parts, "gradients": parts, "activations": kept.nbytes}
-    return _read((*(Alloc(what, nbytes) for what, nbytes in held.items()), *step.ops), mesh.size())
-
-
-def _read(ops: tuple[Op, ...], num_ranks: int) -> LayoutCost:
-    """Return what a step costs by its operations."""
-    memory = peak_of(ops)
-    sent = sent_bytes(ops, World(1, num_ranks, wire_of(Compression.none)))
+        parts = [local_part(param) for param in twin.parameters() if param.requires_grad]
+    held = sum(local_part(each).nbytes for each in (*twin.parameters(), *twin.buffers()))
+    sent = sent_bytes(step.ops, World(1, mesh.size(), wire_of(Compression.none)))
     return LayoutCost(
         sent_bytes=round(sum(sent.values())),
-        num_collectives=sum(isinstance(op, Collective) for op in ops),
-        parameter_bytes=int(memory.parameters),
-        activation_bytes=int(memory.activations),
-        operations=sum(op.operations for op in ops if isinstance(op, Compute)),
-        ops=ops,
+        num_collectives=sum(isinstance(op, Collective) for op in step.ops),
+        parameter_bytes=held,
+        activation_bytes=kept.nbytes,
+        operations=sum(op.operations for op in step.ops if isinstance(op, Compute)),
+        ops=tuple(step.ops),
+        trained=tuple(torch.empty(each.shape, dtype=each.dtype, device="meta") for each in parts),
     )
 
 
@@ -171,8 +211,7 @@ class _Step(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             out = func(*args, **kwargs)
         if func.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
-            if func._opname != "wait_tensor":
-                self.ops.append(_collective(func._opname, args, out))
+            self.ops += [Wait()] if func._opname == "wait_tensor" else _collective(func._opname, args, out)
         elif func._overloadpacket in flop_registry and not self._inside:
             operations = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             self.ops.append(Compute("products", operations=operations // _num_parts(out)))
@@ -188,10 +227,12 @@ def _num_parts(out: Any) -> int:
     return prod(mesh.size(axis) for axis, where in enumerate(first.placements) if not where.is_replicate())
 
 
-def _collective(name: str, args: Sequence[Any], out: Any) -> Collective:
-    """Return a collective, of the bytes that `Collective` counts."""
+def _collective(name: str, args: Sequence[Any], out: Any) -> list[Op]:
+    """Return a collective, of the bytes that `Collective` counts, and the check before it."""
     kind = next((each for each in COLLECTIVES if name.startswith(each)), None)
     if kind is None:
         raise NotImplementedError(name)
     nbytes = out.nbytes if kind == "all_gather" else args[0].nbytes
-    return Collective(kind, nbytes, TENSOR, num_ranks=_resolve_process_group(args[-1]).size())
+    ranks = tuple(get_process_group_ranks(_resolve_process_group(args[-1])))
+    whole = Collective(kind, nbytes, TENSOR, itemsize=out.itemsize, num_ranks=len(ranks), ranks=ranks)
+    return [Check(TENSOR, ranks), whole]

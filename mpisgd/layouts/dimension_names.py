@@ -151,6 +151,8 @@ def _check_sizes(found: DimensionNames) -> None:
 
 
 def _listed(inputs: Sequence[Dims] | Dims) -> Sequence[Dims]:
+    if not isinstance(inputs, Sequence):
+        raise InvalidArgument(f"layout: inputs={shown(inputs)}; expected names such as ('batch', 'hidden')")
     one = not isinstance(inputs, str) and all(dim is None or isinstance(dim, str) for dim in inputs)
     return [inputs] if inputs and one else inputs  # type: ignore[list-item,return-value]
 

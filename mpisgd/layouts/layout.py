@@ -8,15 +8,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from mpisgd.arguments import shown
 from mpisgd.core.consistency import Operation
-from mpisgd.job.lifecycle import is_initialized, world
+from mpisgd.errors import InvalidArgument
+from mpisgd.job.lifecycle import world
 from mpisgd.layouts.cost import LayoutCost, Loss, count_cost
 from mpisgd.layouts.dimension_names import DimensionNames, resolve_names
 from mpisgd.layouts.distribution import distribute
 from mpisgd.layouts.placement import device_mesh, placements, shard
+from mpisgd.layouts.pretended import pretended_ranks
 from mpisgd.layouts.rules import Dims, LayoutRules, parse_mesh, parse_rules
+from mpisgd.methods.from_text import call_of
 
-__all__ = ["MeshLayout", "layout"]
+__all__ = ["MeshLayout", "layout", "layout_from_text"]
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,13 @@ class MeshLayout(LayoutRules):
             outputs: the same of what the model returns.
 
         Raises:
-            InvalidArgument: the layout breaks a rule, which the message quotes, or names do not fit the
-                model; found on every rank before anything is sent. In forward: the size of an input.
+            InvalidArgument: the layout breaks a rule, which the message quotes, the mesh has more or fewer
+                places than the job ranks, or names do not fit the model; found on every rank before anything
+                is sent. In forward: the size of an input.
             CollectiveMismatch: the ranks' layouts, names or shapes differ; raised on every rank.
         """
         found = self._resolve(model, names, inputs, outputs)
+        self.check_ranks(world().size)
         self._agree(found)
         mesh = device_mesh(self, _device_type(model))
         return distribute(model, self, found, mesh)
@@ -95,9 +101,9 @@ class MeshLayout(LayoutRules):
         outputs: Dims | None = None,
         loss: Loss | None = None,
     ) -> LayoutCost:
-        """Return what a training step of `model` would cost each rank; computes nothing.
+        """Return what a training step of `model` would cost each rank; computes and sends nothing.
 
-        Collective if it is the first use of this mesh.
+        Needs no job, and asks about any number of ranks. Meanwhile no other thread may use torch.distributed.
 
         Args:
             model: plain, unchanged; on the device "meta" it takes no memory.
@@ -109,7 +115,8 @@ class MeshLayout(LayoutRules):
             InvalidArgument: as `distribute`.
         """
         found = self._resolve(model, names, inputs, outputs)
-        return count_cost(model, self, found, example, loss, device_mesh(self, _device_type(model)))
+        with pretended_ranks(self.num_ranks):
+            return count_cost(model, self, found, example, loss, device_mesh(self, _device_type(model)))
 
     def _resolve(
         self, model: nn.Module, names: Mapping[str, Dims], inputs: Sequence[Dims] | Dims, outputs: Dims | None
@@ -140,15 +147,26 @@ def layout(rules: str | Mapping[str, str], mesh: str | Mapping[str, int]) -> Mes
             axis.
 
     Raises:
-        InvalidArgument: a rule is broken, which the message quotes: a dimension on two axes, an unknown axis,
-            or, in a job that has begun, a mesh whose product is not its number of ranks.
+        InvalidArgument: a rule is broken, which the message quotes: a dimension on two axes, an unknown axis.
 
     Source: Shazeer et al. 2018, "Mesh-TensorFlow: Deep Learning for Supercomputers".
     """
-    found = MeshLayout(parse_rules(rules), parse_mesh(mesh))
-    if is_initialized():
-        found.check_ranks(world().size)
-    return found
+    return MeshLayout(parse_rules(rules), parse_mesh(mesh))
+
+
+def layout_from_text(text: str) -> MeshLayout:
+    """Return the layout of a text such as `layout("batch:dp; hidden:tp", mesh="dp:2, tp:2")`.
+
+    Raises:
+        InvalidArgument: it is no such call, or as for `layout`.
+    """
+    name, arguments, options = call_of("layout", text)
+    if name != "layout":
+        raise InvalidArgument(f"layout {shown(text)}: expected such as layout('batch:dp', mesh='dp:2')")
+    try:
+        return layout(*arguments, **options)
+    except TypeError as exc:
+        raise InvalidArgument(f"layout {shown(text)}: {exc}") from exc
 
 
 def _device_type(model: nn.Module) -> str:

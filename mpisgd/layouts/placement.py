@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from mpisgd.job.rank_info import size
+from mpisgd.layouts.pretended import mark_of_pretended
 from mpisgd.layouts.rules import Dims, LayoutRules
 
 __all__ = ["device_mesh", "placements", "shard"]
@@ -34,8 +35,10 @@ def device_mesh(rules: LayoutRules, device_type: str) -> DeviceMesh:
     assert default is not None
     known, key = _meshes.setdefault(default, {}), (rules.mesh, device_type)
     if key not in known:
-        lengths = tuple(rules.lengths.values())
-        known[key] = init_device_mesh(device_type, lengths, mesh_dim_names=tuple(rules.lengths))
+        # torch caches what it finds out by meshes, which are equal if their axes are: so no axis is of both.
+        mark, lengths = mark_of_pretended(), tuple(rules.lengths.values())
+        axes = tuple(axis + mark for axis in rules.lengths)
+        known[key] = init_device_mesh(device_type, lengths, mesh_dim_names=axes)
         _flatten(known[key])
     return known[key]
 

@@ -93,6 +93,11 @@ class LayoutRules:
         return ", ".join(f"{axis}:{length}" for axis, length in self.mesh)
 
     @property
+    def text(self) -> str:
+        """The call of `mpisgd.layout` that makes it."""
+        return f"layout({self.rules_text!r}, {self.mesh_text!r})"
+
+    @property
     def lengths(self) -> dict[str, int]:
         """The length of each axis, in the order of the mesh."""
         return dict(self.mesh)

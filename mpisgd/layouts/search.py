@@ -36,7 +36,7 @@ def auto_layout(
     Tries every legal layout: runs a copy of the model on fake tensors, and counts what DTensor sends, what
     autograd keeps and what each rank computes (`MeshLayout.cost`). The cost is the time of a step in units of
     one byte sent: `sent_bytes + operations / operations_per_byte`. The search takes a fraction of a second
-    for each layout, and their number grows with the number of names. Collective.
+    for each layout, and their number grows with the number of names. Needs no job.
 
     Args:
         model, names, example, inputs, outputs, loss: as for `MeshLayout.cost`.

@@ -140,6 +140,7 @@ class Check(Op):
     """An operation of a group begins, which the collectives after it belong to."""
 
     group: str = ALL
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +159,7 @@ class Collective(Op):
         phase: exchange: the step of the graph.
         meets: whether ranks wait for each other in it.
         num_ranks: of the group; 0: `group` says it.
+        ranks: of a layout, those of rank 0's group.
     """
 
     kind: str
@@ -169,6 +171,7 @@ class Collective(Op):
     phase: int = 0
     meets: bool = True
     num_ranks: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

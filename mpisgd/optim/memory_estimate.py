@@ -16,9 +16,11 @@ from torch import Tensor
 from mpisgd.arguments import call_text, check_positive
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
+from mpisgd.layouts.layout import MeshLayout
+from mpisgd.layouts.named_model import NamedModel
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.cost_kit import Bucket, Sizes, World
-from mpisgd.methods.costs import cost_of, wire_of
+from mpisgd.methods.costs import MethodCost, cost_of, wire_of
 from mpisgd.methods.peak_memory import peak_memory
 from mpisgd.methods.sharded.sharded import Sharded
 from mpisgd.methods.sizes import parameter, sizes_of
@@ -37,7 +39,10 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[Tensor]], torch.optim
 
 
 def state_bytes(
-    optimizer: OptimizerLike, params: list[Tensor], dtype_of: Mapping[torch.dtype, torch.dtype]
+    optimizer: OptimizerLike,
+    params: Sequence[Tensor],
+    dtype_of: Mapping[torch.dtype, torch.dtype],
+    parts: Sequence[Tensor] | None = None,
 ) -> list[int]:
     """Return the bytes that the optimizer keeps for each of `params` after a step.
 
@@ -45,13 +50,14 @@ def state_bytes(
         optimizer: over these parameters, which is unchanged; or what makes one, such as its class.
         params: all of them.
         dtype_of: the dtype in which parameters of a dtype are updated, where it is another one.
+        parts: what a rank has of each of them; None: all.
 
     Raises:
         InvalidArgument: its step cannot be done without values.
     """
     if not params:
         return []
-    blanks = [_blank(param, dtype_of.get(param.dtype, param.dtype)) for param in params]
+    blanks = [_blank(param, dtype_of.get(param.dtype, param.dtype)) for param in parts or params]
     try:
         twin = _twin(optimizer, params, blanks)
         twin.step()
@@ -98,7 +104,7 @@ def _blank(param: Tensor, dtype: torch.dtype) -> Tensor:
     return blank
 
 
-def _twin(optimizer: OptimizerLike, params: list[Tensor], blanks: list[Tensor]) -> torch.optim.Optimizer:
+def _twin(optimizer: OptimizerLike, params: Sequence[Tensor], blanks: list[Tensor]) -> torch.optim.Optimizer:
     """Return an optimizer of the same kind and options over parameters without values."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer(blanks)
@@ -205,7 +211,7 @@ def as_size(nbytes: float) -> str:
 
 
 def estimate_memory(
-    model: torch.nn.Module | Sequence[Tensor],
+    model: torch.nn.Module | Sequence[Tensor] | NamedModel,
     optimizer: OptimizerLike | None = None,
     *,
     ranks: int = 1,
@@ -213,13 +219,13 @@ def estimate_memory(
     master_dtype: torch.dtype | None = None,
     state_per_parameter: float | None = None,
     bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
-    strategies: Sequence[Strategy] | None = None,
+    strategies: Sequence[Strategy | MeshLayout] | None = None,
 ) -> MemoryEstimates:
     """Return what each rank will keep in memory, by strategy. Needs no job, and no memory for the model.
 
     Args:
         model: it may be on the device "meta" (`with torch.device("meta"):`), where a model of any size takes
-            no memory.
+            no memory. A `mpisgd.NamedModel` for layouts.
         optimizer: an optimizer of these parameters, which stays unchanged, or a function that makes one, such
             as `torch.optim.AdamW`. None: plain SGD, which has no state.
         ranks: how many train together.
@@ -230,11 +236,12 @@ def estimate_memory(
         bucket_cap_bytes: see `DistributedOptimizer`.
         strategies: a line for each, such as `mpisgd.Sharded(2, offload=mpisgd.Offload("/scratch"))`; by
             default `Synchronous()` and `Sharded` with both stages. With several ranks per host there is a
-            further line with `share_parameters=True` for each that allows it.
+            further line with `share_parameters=True` for each that allows it. Also layouts of
+            `ranks` ranks, such as `mpisgd.layout("batch:dp; hidden:tp", mesh="dp:2, tp:2")`.
 
     Raises:
-        InvalidArgument: an invalid number, an optimizer whose state cannot be found, or a strategy without
-            `cost`.
+        InvalidArgument: an invalid number, an optimizer whose state cannot be found, a strategy without
+            `cost`, or a layout that is not legal for the model.
     """
     check_positive("estimate_memory", "ranks", ranks, whole=True)
     here = ranks if ranks_per_host is None else ranks_per_host
@@ -242,49 +249,78 @@ def estimate_memory(
     check_positive("estimate_memory", "bucket_cap_bytes", bucket_cap_bytes, whole=True)
     if here > ranks:
         raise InvalidArgument(f"estimate_memory: ranks_per_host={here} of ranks={ranks}")
-    sizes = _sizes(model, optimizer, master_dtype, state_per_parameter, bucket_cap_bytes)
+    named = model if isinstance(model, NamedModel) else None
+    if isinstance(model, NamedModel):
+        model = model.model
+    state = _State(optimizer, master_dtype, state_per_parameter)
+    sizes = _sizes(model, state, bucket_cap_bytes)
     world = World(ranks // here, here, wire_of(Compression.none))
     placements = [world, world._replace(shares=True)] if here > 1 else [world]
     if strategies is None:
         strategies = (Synchronous(), Sharded(1), Sharded(2)) if ranks > 1 else (Synchronous(),)
+
+    def cost(strategy: Strategy | MeshLayout) -> MethodCost:
+        if isinstance(strategy, MeshLayout):
+            return _cost_in_layout(named, strategy, state, ranks)
+        return cost_of(strategy)
+
     estimates = (
-        _estimate(strategy, sizes, each)
+        _estimate(_name(strategy), cost(strategy), sizes, each)
         for each in placements
         for strategy in strategies
-        if not each.shares or strategy.goes_with.share_parameters.goes
+        if not each.shares or _goes_shared(strategy)
     )
     return MemoryEstimates(ranks, here, tuple(estimates))
 
 
-def _estimate(strategy: Strategy, sizes: Sizes, world: World) -> MemoryEstimate:
-    found = peak_memory(cost_of(strategy), sizes, world)
-    name = f"Sharded(stage={strategy.stage})" if strategy == Sharded() else call_text(strategy)
+def _goes_shared(strategy: Strategy | MeshLayout) -> bool:
+    return isinstance(strategy, Strategy) and strategy.goes_with.share_parameters.goes
+
+
+def _name(strategy: Strategy | MeshLayout) -> str:
+    if isinstance(strategy, MeshLayout):
+        return strategy.text
+    return f"Sharded(stage={strategy.stage})" if strategy == Sharded() else call_text(strategy)
+
+
+def _estimate(name: str, method: MethodCost, sizes: Sizes, world: World) -> MemoryEstimate:
+    found = peak_memory(method, sizes, world)
     copies = found.strategy + found.compression
     parts = (found.parameters, found.gradients, found.optimizer, found.buffers, copies)
     return MemoryEstimate(name + ", share_parameters" * world.shares, *map(math.ceil, parts))
 
 
-def _sizes(
-    model: torch.nn.Module | Sequence[Tensor],
-    optimizer: OptimizerLike | None,
-    master_dtype: torch.dtype | None,
-    state_per_parameter: float | None,
-    cap_bytes: int,
-) -> Sizes:
+def _cost_in_layout(named: NamedModel | None, layout: MeshLayout, state: "_State", ranks: int) -> MethodCost:
+    if named is None:
+        raise InvalidArgument(
+            f"estimate_memory: {layout.text} of a model whose dimensions have no names; expected a "
+            "mpisgd.NamedModel"
+        )
+    layout.check_ranks(ranks)
+    if state.per_parameter is None and not state.is_elementwise:
+        raise InvalidArgument(
+            f"estimate_memory: {layout.text} with an optimizer that updates whole parameters; what it keeps "
+            "of divided ones is not known: pass state_per_parameter"
+        )
+    params = [param for param in named.model.parameters() if param.requires_grad]
+    cost = named.cost(layout)
+    return cost.method(sum(state.bytes_of(params, cost.trained)))
+
+
+def _sizes(model: torch.nn.Module | Sequence[Tensor], state: "_State", cap_bytes: int) -> Sizes:
     params = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
     buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
     trained = [param for param in params if param.requires_grad]
-    states = _states(trained, optimizer, master_dtype, state_per_parameter)
-    works = [None] * len(trained) if optimizer is None else works_of(optimizer, trained)
-    each = zip(trained, states, works, strict=True)
-    parameters = [parameter(i, p.shape, p.itemsize, state, work) for i, (p, state, work) in enumerate(each)]
+    works = state.works_of(trained)
+    each = zip(trained, state.bytes_of(trained), works, strict=True)
+    parameters = [parameter(i, p.shape, p.itemsize, kept, work) for i, (p, kept, work) in enumerate(each)]
     return sizes_of(
         parameters[::-1],
         cap_bytes,
         frozen_bytes=sum(param.nbytes for param in params if not param.requires_grad),
         module_bytes=sum(buffer.nbytes for buffer in buffers),
         layers=_layers(model) if isinstance(model, torch.nn.Module) else (),
-        cuts=optimizer is None or _is_elementwise(optimizer) or _declares(optimizer),
+        cuts=state.is_elementwise or state.declares_work,
     )
 
 
@@ -297,28 +333,46 @@ def _layers(model: torch.nn.Module) -> tuple[Bucket, ...]:
     )
 
 
-def _states(
-    params: list[Tensor],
-    optimizer: OptimizerLike | None,
-    master_dtype: torch.dtype | None,
-    state_per_parameter: float | None,
-) -> list[int]:
-    """Return what is kept for each parameter, the copy in a higher precision included."""
-    dtype = master_dtype
-    masters = {
-        param.dtype: dtype
-        for param in params
-        if dtype is not None and param.is_floating_point() and param.dtype.itemsize < dtype.itemsize
-    }
-    if state_per_parameter is not None:
-        states = [int(param.numel() * state_per_parameter) for param in params]
-    else:
-        states = [0] * len(params) if optimizer is None else state_bytes(optimizer, params, masters)
-    copies = [p.numel() * masters[p.dtype].itemsize if p.dtype in masters else 0 for p in params]
-    return [state + copy for state, copy in zip(states, copies, strict=True)]
+@dataclass(frozen=True)
+class _State:
+    """What the optimizer keeps of parameters, the copies in a higher precision included."""
 
+    optimizer: OptimizerLike | None
+    master_dtype: torch.dtype | None
+    per_parameter: float | None
 
-def _is_elementwise(optimizer: OptimizerLike) -> bool:
-    """Return whether ranks will own parts of parameters."""
-    kind = _kind_of(optimizer)
-    return is_known_step(getattr(kind, "step", None)) or any(kind is known for known in KNOWN)
+    def bytes_of(self, params: Sequence[Tensor], parts: Sequence[Tensor] | None = None) -> list[int]:
+        """Return the bytes for each parameter, or for the part of it that a rank has."""
+        kept, dtype = parts or params, self.master_dtype
+        masters = {
+            param.dtype: dtype
+            for param in params
+            if dtype is not None and param.is_floating_point() and param.dtype.itemsize < dtype.itemsize
+        }
+        if self.per_parameter is not None:
+            states = [int(each.numel() * self.per_parameter) for each in kept]
+        else:
+            asked = self.optimizer
+            states = [0] * len(kept) if asked is None else state_bytes(asked, params, masters, parts)
+        copies = [
+            each.numel() * masters[each.dtype].itemsize if each.dtype in masters else 0 for each in kept
+        ]
+        return [state + copy for state, copy in zip(states, copies, strict=True)]
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether ranks will own parts of parameters."""
+        asked = self.optimizer
+        if asked is None:
+            return True
+        kind = _kind_of(asked)
+        return is_known_step(getattr(kind, "step", None)) or any(kind is known for known in KNOWN)
+
+    @property
+    def declares_work(self) -> bool:
+        """Whether the optimizer says what it updates as a whole, and ranks own parts of the rest."""
+        return self.optimizer is not None and _declares(self.optimizer)
+
+    def works_of(self, params: Sequence[Tensor]) -> list[float | None]:
+        """Return what an update of each parameter as a whole takes, None where that is not known."""
+        return [None] * len(params) if self.optimizer is None else works_of(self.optimizer, list(params))

@@ -3,11 +3,12 @@
 python -m mpisgd memory --model train:make_model --optimizer AdamW --ranks 8
 python -m mpisgd memory --parameters 7.5e9 --dtype bfloat16 --master float32 --optimizer Adam --ranks 64
 python -m mpisgd memory --model train:make_model --ranks 8 --strategy 'Sharded(offload=Offload("/tmp"))'
+python -m mpisgd memory --model train:named_model --ranks 4 --strategy "layout('hidden:tp', 'tp:4')"
 """
 
 import importlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,6 +18,10 @@ from mpisgd.tools.cli.program import bad_input
 if TYPE_CHECKING:
     import torch
 
+    from mpisgd.layouts.layout import MeshLayout
+    from mpisgd.layouts.named_model import NamedModel
+    from mpisgd.methods.strategy.strategy import Strategy
+
 __all__ = ["memory"]
 
 LAYER_NUMEL = 2**22
@@ -25,7 +30,8 @@ MOST_PARAMETERS = 10**13  # beyond which a table of layers would take the memory
 
 def memory(
     model: str = typer.Option(
-        "", help="module:function, where the function takes no arguments and returns the model."
+        "",
+        help="module:function, where the function takes no arguments and returns the model or a NamedModel.",
     ),
     parameters: float = typer.Option(0.0, min=0.0, help="Number of parameters, instead of --model."),
     dtype: str = typer.Option("", help="dtype of the parameters; default: that of the model, or float32."),
@@ -35,11 +41,12 @@ def memory(
     ranks_per_host: int | None = typer.Option(
         None, min=1, help="Number of ranks on each host; default: all."
     ),
-    strategy: list[str] = typer.Option([], help="A strategy, such as DiLoCo(100); may be repeated."),
+    strategy: list[str] = typer.Option(
+        [], help="A strategy, such as DiLoCo(100), or layout('batch:dp', 'dp:8'); may be repeated."
+    ),
 ) -> None:
     """Print what each rank will keep in memory for a training, by strategy. Starts no job."""
     # Here, since it loads torch: seconds that `--help` need not take.
-    from mpisgd.methods.from_text import strategy_from_text
     from mpisgd.optim.memory_estimate import estimate_memory
 
     with bad_input():
@@ -54,12 +61,20 @@ def memory(
             ranks=ranks,
             ranks_per_host=ranks_per_host,
             master_dtype=_master(master, made) if master else None,
-            strategies=list(map(strategy_from_text, strategy)) or None,
+            strategies=list(map(_strategy, strategy)) or None,
         )
     typer.echo(estimates)
 
 
-def _model(path: str, dtype: str) -> "torch.nn.Module":
+def _strategy(text: str) -> "Strategy | MeshLayout":
+    """Return a strategy, or a layout."""
+    from mpisgd.layouts.layout import layout_from_text
+    from mpisgd.methods.from_text import strategy_from_text
+
+    return layout_from_text(text) if text.startswith("layout(") else strategy_from_text(text)
+
+
+def _model(path: str, dtype: str) -> "torch.nn.Module | NamedModel":
     """Return what a function of a module or of a file in this folder makes, without values."""
     import torch
 
@@ -74,9 +89,20 @@ def _model(path: str, dtype: str) -> "torch.nn.Module":
             made = make()
     except Exception as exc:
         raise InvalidArgument(f"memory: --model {path}: {name}() has raised {exc!r}") from exc
-    if not isinstance(made, torch.nn.Module):
+    plain = _plain(made)
+    if not isinstance(plain, torch.nn.Module):
         raise InvalidArgument(f"memory: --model {path} returns a {type(made).__name__}; expected a module")
-    return made.to(_dtype(dtype)) if dtype else made
+    if dtype:
+        plain.to(_dtype(dtype))
+    found: torch.nn.Module | NamedModel = made
+    return found
+
+
+def _plain(made: Any) -> Any:
+    """Return the model without the names of its dimensions."""
+    from mpisgd.layouts.named_model import NamedModel
+
+    return made.model if isinstance(made, NamedModel) else made
 
 
 def _parameters(number: float, dtype: str) -> "list[torch.Tensor]":
@@ -100,10 +126,10 @@ def _dtype(name: str) -> "torch.dtype":
     return dtype
 
 
-def _master(name: str, made: "torch.nn.Module | list[torch.Tensor]") -> "torch.dtype":
+def _master(name: str, made: "torch.nn.Module | NamedModel | list[torch.Tensor]") -> "torch.dtype":
     """Return the precision of updates, which is to be higher than that of some parameter."""
     dtype = _dtype(name)
-    params = made if isinstance(made, list) else list(made.parameters())
+    params = made if isinstance(made, list) else list(_plain(made).parameters())
     if not any(param.dtype.itemsize < dtype.itemsize for param in params):
         raise InvalidArgument(
             f"memory: --master {name}; expected a higher precision than the parameters have"

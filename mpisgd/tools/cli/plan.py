@@ -33,8 +33,8 @@ Program = Annotated[
 BATCH = 32
 MODEL = (
     "mlp, deep, transformer (those of `bench step`); gpt(layers=24, heads=16, dim=2048, context=2048), as in "
-    "train_text.py; file.py:function, which returns (module, inputs); a .toml file of layers; a .json file "
-    "that --save has written."
+    "train_text.py; file.py:function, which returns (module, inputs) or a NamedModel; a .toml file of "
+    "layers; a .json file that --save has written."
 )
 Model = Annotated[str, typer.Option(help=MODEL, show_default=False)]
 Measure = Annotated[
@@ -55,7 +55,8 @@ Ranks = Annotated[
 Methods = Annotated[
     str,
     typer.Option(
-        help="Methods, separated by semicolons: strategies, with a compression after +.", show_default=False
+        help="Methods, separated by semicolons: strategies, with a compression after +, and layouts.",
+        show_default=False,
     ),
 ]
 Layouts = Annotated[

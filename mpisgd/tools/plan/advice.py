@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mpisgd
+from mpisgd.layouts.layout import MeshLayout
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.from_text import call_of
 from mpisgd.methods.sharded.cost import FullyShard
@@ -70,7 +71,7 @@ EXACT = (mpisgd.Synchronous, mpisgd.Sharded, FullyShard, Overlap)
 def equals_one_process(method: Method) -> bool:
     """Return whether ranks compute what one process computes on the joined batch."""
     strategy = method.strategy
-    if isinstance(strategy, Parallel):
+    if isinstance(strategy, (Parallel, MeshLayout)):
         return True
     sums = isinstance(strategy, EXACT) or getattr(strategy, "mode", "") == "sync"
     return sums and method.compression == Compression.none
@@ -105,6 +106,8 @@ def code_line(method: Method) -> str:
     strategy, _, compression = (word.strip() for word in method.name.partition("+"))
     if isinstance(method.strategy, Parallel):
         return _code_of_layout(method.strategy)
+    if isinstance(method.strategy, MeshLayout):
+        return f"mpisgd.{method.strategy.text}.distribute(model, names, ...)"
     if isinstance(method.strategy, FullyShard):
         return "torch.distributed.fsdp.fully_shard(model)  # after init_process_group('mpisgd')"
     arguments = []

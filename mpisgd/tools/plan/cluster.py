@@ -1,5 +1,6 @@
 """`Cluster`: what a step is predicted for. Plain data that a user writes, or `tune` has measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpisgd.arguments import check_count, check_flag, check_positive, check_ratio, shown
@@ -150,6 +151,27 @@ class Cluster:
     def leaders(self) -> "Cluster":
         """One rank of each host: those that a host's compressor sends through."""
         return replace(self, ranks_per_host=1)
+
+    def share(self, hosts: int, ranks_per_host: int) -> "Cluster":
+        """Return a group of so many ranks, where all ranks are in such groups and these send at one time.
+
+        The groups that have ranks on a host share its link, and its memory.
+        """
+        group = replace(self, hosts=hosts, ranks_per_host=ranks_per_host)
+        at_a_link = self.sharers(group, "host out") if hosts > 1 else 1
+        in_memory = self.sharers(group, "memory") if self.within_is_shared else 1
+        between = replace(self.between, bytes_per_s=self.between.bytes_per_s / at_a_link)
+        within = replace(self.within, bytes_per_s=self.within.bytes_per_s / in_memory)
+        return replace(group, between=between, within=within)
+
+    def sharers(self, group: "Cluster", level: str) -> int:
+        """Return how many groups of a kind use a link of a level; of a rank's own link, one."""
+        return 1 if level.startswith("rank") else max(1, self.ranks_per_host // group.ranks_per_host)
+
+    def group_of(self, ranks: Sequence[int]) -> "Cluster":
+        """Return the group of rank 0, of one of the axes of a mesh whose groups all lie as this one does."""
+        hosts = len({rank // self.ranks_per_host for rank in ranks})
+        return self.share(hosts, len(ranks) // hosts)
 
     def at(self, ranks: int) -> "Cluster":
         """Return so many ranks of it, as few hosts as they fill.

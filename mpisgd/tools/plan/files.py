@@ -335,6 +335,7 @@ def write_step(path: Path, profile: StepProfile) -> None:
         "blocks": [vars(block) for block in profile.blocks],
     }
     page = {"format": STEP_FORMAT, **vars(profile), **lists}
+    del page["named"]
     path.write_text(json.dumps(page, indent=1) + "\n")
 
 

@@ -1,11 +1,13 @@
 """What is planned for: strategies of `DistributedOptimizer` with compressions, torch's sharding, layouts."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.layouts.layout import layout
 from mpisgd.methods.cost_kit import Cycle, Op, Sizes, World
 from mpisgd.methods.from_text import call_of
 from mpisgd.methods.sharded.cost import FullyShard
@@ -53,7 +55,8 @@ class Overlap:
 
 
 # What is no strategy of the optimizer's, or takes an option beside it.
-OWN: dict[str, Any] = {"FullyShard": FullyShard, "Overlap": Overlap, "Parallel": Parallel}
+OWN: dict[str, Any] = {"FullyShard": FullyShard, "Overlap": Overlap, "Parallel": Parallel, "layout": layout}
+BETWEEN_METHODS = re.compile(r";(?![^(]*\))")  # not those between the rules of a layout
 
 
 def planned_methods(text: str) -> list[Method]:
@@ -63,7 +66,7 @@ def planned_methods(text: str) -> list[Method]:
         InvalidArgument: one of them is misspelt.
     """
     found = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
+    for part in filter(None, (part.strip() for part in BETWEEN_METHODS.split(text))):
         strategy, plus, compression = (word.strip() for word in part.partition("+"))
         name = strategy.partition("(")[0].strip()
         if name not in OWN:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.layouts.layout import MeshLayout
+from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.costs import MethodCost, cost_of
 from mpisgd.methods.peak_memory import Memory, peak_memory
 from mpisgd.methods.strategy.strategy import Strategy
@@ -17,6 +19,7 @@ from mpisgd.tools.plan.network import FatTree
 from mpisgd.tools.plan.simulation.collectives import AUTO
 from mpisgd.tools.plan.steps.job import PlannedJob
 from mpisgd.tools.plan.steps.layout import divide
+from mpisgd.tools.plan.steps.mesh_layout import mesh_cost
 from mpisgd.tools.plan.steps.parallel import Parallel
 from mpisgd.tools.plan.steps.planned_step import PlannedStep
 from mpisgd.tools.plan.steps.step_time import plan_step, steps_between_meetings
@@ -171,7 +174,7 @@ def predict(
         cluster, profile, method.compression, options.algorithm, options.overlap, compression_s=measured
     )
     layout = method.strategy if isinstance(method.strategy, Parallel) and cluster.size > 1 else None
-    cost = _cost_of(method)
+    cost = _cost_of(method, cluster, profile)
     every = steps_between_meetings(job, cost) if layout is None else 1.0
     factor = straggler_factor(cluster.compute_spread, *((1, 1.0) if every is None else (cluster.size, every)))
     job = replace(job, profile=profile.slower(factor))
@@ -187,8 +190,14 @@ def predict(
     )
 
 
-def _cost_of(method: Method) -> MethodCost:
-    """Return the cost of a method; that of a layout is its own."""
+def _cost_of(method: Method, cluster: Cluster, profile: StepProfile) -> MethodCost:
+    """Return the cost of a method; that of `Parallel` is its own."""
+    if isinstance(method.strategy, MeshLayout):
+        if method.compression != Compression.none:
+            raise InvalidArgument(
+                f"plan: {method.strategy.text} with {method.compression}; expected no compression"
+            )
+        return mesh_cost(cluster, profile, method.strategy)
     strategy = Synchronous() if isinstance(method.strategy, Parallel) else method.strategy
     if isinstance(strategy, Strategy) and (why := strategy.goes_with.compression.why_not(method.compression)):
         raise InvalidArgument(f"plan: {strategy} with {method.compression}: {why}")

@@ -518,6 +518,7 @@ NOT_CALLED = {
     "Adasum": "a constant",
     "BucketLayout": "made by the plan of buckets",
     "MeshLayout": "made by layout",
+    "NamedModel": "its arguments: tests/unit/plan",
     "Offload": "its arguments: tests/unit/sharding",
     "Dion": "its arguments: tests/unit/optim",
     "MuonWithAdamW": "its arguments: tests/unit/optim",

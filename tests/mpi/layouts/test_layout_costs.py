@@ -10,6 +10,7 @@ from two_layers import IO, NAMES, joined_batch, mean_loss, transformer
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
+from mpisgd.layouts.cost import local_part
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -92,6 +93,26 @@ def test_counts_are_those_of_a_real_step(rules):
     )
     everyone(counted.sent_bytes > 0)
     same_on_all_ranks(counted)
+
+
+@pytest.mark.parametrize("rules", ["", "batch:a", "hidden:a", "batch:a; model:b", "hidden:a; model:b"])
+def test_estimates_are_what_a_rank_keeps(rules):
+    """Parameters, gradients and what AdamW keeps, of the parts that this rank has."""
+    layout = mpisgd.layout(rules, mesh={"a": mpisgd.size(), "b": 1})
+    named = mpisgd.NamedModel(Pair(), PAIR, EXAMPLE, inputs=("batch", "model"))
+    (said,) = mpisgd.estimate_memory(named, torch.optim.AdamW, ranks=mpisgd.size(), strategies=[layout])
+    model = layout.distribute(Pair(), PAIR, inputs=("batch", "model"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(EXAMPLE[0]).sum().backward()
+    optimizer.step()
+
+    def kept(tensors) -> int:
+        return sum(local_part(each).nbytes for each in tensors)
+
+    params = list(model.parameters())
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    found = kept(params), kept(param.grad for param in params), kept(state)
+    everyone(found == (said.parameters, said.gradients, said.optimizer_state), f"{found}: {said}")
 
 
 def test_auto_layout_divides_the_batch_where_rows_are_many_and_weights_where_they_do_not_fit():

@@ -28,8 +28,11 @@ from mpisgd.pipeline.cost import cost as pipeline_cost
 from mpisgd.pipeline.messages import MOST_BYTES, PipelineMessages
 from mpisgd.pipeline.schedules.named import NAMED_SCHEDULES
 from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.methods import planned_methods
 from mpisgd.tools.plan.models.blocks import Block
-from mpisgd.tools.plan.models.model import Gradient, StepProfile
+from mpisgd.tools.plan.models.count_model import count
+from mpisgd.tools.plan.models.model import Gradient, StepProfile, profile_of
+from mpisgd.tools.plan.prediction import predict
 from mpisgd.tools.plan.steps.job import PlannedJob
 from mpisgd.transport.mpi.communicator import Communicator
 from mpisgd.transport.mpi.window import MpiWindow
@@ -402,7 +405,10 @@ class LayoutCase(Case):
         self.data = torch.ones(INSIDE, INSIDE)
         layout = mpisgd.layout(self.rules, mesh={"a": mpisgd.size()})
         names = {"inputs": ("batch", "model")}
-        self.cost = layout.cost(Pair(), NAMES, [self.data], **names)
+        named = mpisgd.NamedModel(Pair(), NAMES, [self.data], **names)
+        hosts = Cluster(mpisgd.size(), 1, Link(1e-6, 1e9), Link(1e-6, 1e9), flops_per_s=1e9)
+        step = profile_of(replace(count("pair", Pair(), self.data), named=named), hosts, INSIDE // hosts.size)
+        self.planned = predict(hosts, step, planned_methods(layout.text)[0])
         self.model = layout.distribute(Pair(), NAMES, **names)
 
     def steps(self, count: int) -> None:
@@ -414,11 +420,11 @@ class LayoutCase(Case):
         return 0, 1
 
     def said_bytes(self, steps) -> Range:
-        return Range.of(len(steps) * self.cost.sent_bytes, 0.0, 4 * CHECK * len(steps))
+        return Range.of(len(steps) * self.planned.step.sent_bytes, 0.0, 4 * CHECK * len(steps))
 
     def said_peak(self) -> Range:
         """Of gradients of activations nothing is said: there are two at a time at the most."""
-        said = self.cost.held_bytes(0)
+        said = self.planned.memory.total
         return Range.of(said, 0.01 * said, 0.01 * said + 2 * self.data.nbytes)
 
     def beside(self, in_blocks: int) -> float:

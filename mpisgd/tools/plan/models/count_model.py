@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpisgd.arguments import printable, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.layouts.named_model import NamedModel
 from mpisgd.tools.bench.cases import BATCHES
 from mpisgd.tools.bench.training import StepTask, build, examples
 from mpisgd.tools.plan.models.model import Layer, Model
@@ -180,7 +181,7 @@ def model_from_function(text: str) -> Model:
 
     The function takes no arguments and returns (module, inputs): inputs is a tensor, or a tuple of them, with
     the examples of a batch in the first dimension. A third value says which blocks tensor parallelism can
-    divide, such as {"blocks.*": 2}; see `Block`.
+    divide, such as {"blocks.*": 2}; see `Block`. Or it returns a `mpisgd.NamedModel`, for layouts.
 
     Raises:
         InvalidArgument: there is no such function, it fails, or it returns something else.
@@ -201,8 +202,12 @@ def _model_from_function(text: str) -> Model:
         raise InvalidArgument(f"plan: model={shown(text)}; expected such as train.py:make_model")
     with torch.device("meta"):
         made = function()
+    if isinstance(made, NamedModel):
+        return replace(count(name, made.model, *made.example), named=made)
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
-        raise InvalidArgument(f"plan: {text} returned {shown(made)}; expected (module, inputs)")
+        raise InvalidArgument(
+            f"plan: {text} returned {shown(made)}; expected (module, inputs) or a NamedModel"
+        )
     model, inputs, all_reduces = (*made, None)[:3]
     tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return count(name, model, *tensors, all_reduces=all_reduces)

@@ -8,11 +8,12 @@ gradients ready                                      ^             ^            
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.layouts.named_model import NamedModel
 from mpisgd.tools.plan.cluster import Cluster, check_not_negative
 from mpisgd.tools.plan.models.blocks import Block
 
@@ -97,11 +98,13 @@ class Model:
         name: for tables.
         layers: in the order of the forward pass.
         itemsize: bytes of a parameter and of its gradient.
+        named: the same with the names of its dimensions, for layouts.
     """
 
     name: str
     layers: tuple[Layer, ...]
     itemsize: int = 4
+    named: NamedModel | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_positive(f"model {self.name}", "itemsize", self.itemsize, whole=True)
@@ -156,6 +159,7 @@ class StepProfile:
         optimizer: which one, of OPTIMIZERS.
         activation_bytes: what is kept for the backward pass at most.
         blocks: of the model, in the order of the forward pass; none: not known.
+        named: the model with the names of its dimensions, for layouts; it is not written to files.
     """
 
     name: str
@@ -167,6 +171,7 @@ class StepProfile:
     optimizer: str = "sgd"
     activation_bytes: float = 0.0
     blocks: tuple[Block, ...] = ()
+    named: NamedModel | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "optimizer_s", "activation_bytes"):
@@ -227,7 +232,7 @@ class StepProfile:
             replace(block, fixed_s=fixed_s * share, divided_s=divided_s * share)
             for block, share in zip(found, shares, strict=True)
         ]
-        return replace(self, blocks=tuple(blocks))
+        return replace(self, blocks=tuple(blocks), named=model.named)
 
 
 def check_optimizer(name: str) -> None:
@@ -259,6 +264,7 @@ def profile_of(model: Model, cluster: Cluster, batch: int, optimizer: str = "sgd
         optimizer=optimizer,
         activation_bytes=sum(layer.activation_bytes for layer in model.layers) * batch,
         blocks=blocks_of(model, batch, forward, [BACKWARD * seconds for seconds in forward]),
+        named=model.named,
     )
 
 

@@ -7,7 +7,7 @@ All ranks do the same, so one of them is simulated, and an operation takes what 
 cluster. Both tracks share the rank's core: what sending takes of it is missing to the program.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from mpisgd.tools.plan.cluster import Cluster
@@ -85,15 +85,20 @@ class StepGraph:
         return 2 * (self.cluster.hosts - 1) / self.cluster.hosts * nbytes
 
     def collective(
-        self, name: str, nbytes: float, after: Iterable[int] = (), cluster: Cluster | None = None
+        self,
+        name: str,
+        nbytes: float,
+        after: Iterable[int] = (),
+        cluster: Cluster | None = None,
+        sharers: Callable[[str], int] = lambda level: 1,
     ) -> int:
-        """Add an all-reduce, or another collective by its name."""
+        """Add an all-reduce, or another collective by its name; so many groups use a link of a level."""
         members = cluster or self.cluster
         if members.size == 1 or not nbytes:
             return self.communicate(name, Cost(0.0, 0.0), 0.0, after)
         how = fastest(members, nbytes, self.algorithm, name)
         for level, carried in busiest_bytes(members, how, name).items():
-            self.carry(level, carried * nbytes)
+            self.carry(level, carried * nbytes * sharers(level))
         return self.communicate(f"{name} {how}", cost_of(members, how, name).at(nbytes), nbytes, after)
 
     def compress(self, seconds: float, num_collectives: int, after: Iterable[int] = ()) -> int:

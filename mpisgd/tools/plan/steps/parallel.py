@@ -13,7 +13,7 @@ the rank of the same place at the next pp takes the activations. All groups of a
 so each has its share of what they use together, and is planned as a cluster of its own with that.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -124,35 +124,17 @@ class Grid:
     @cached_property
     def tensor_group(self) -> Cluster:
         """Ranks that divide a block, and what they have of what joins them."""
-        k = self.cluster.ranks_per_host
-        if self.tp > k:
-            return replace(self.cluster, hosts=self.tp // k)
-        return self._share(1, self.tp, 1, k // self.tp)
+        here = min(self.tp, self.cluster.ranks_per_host)
+        return self.cluster.share(self.tp // here, here)
 
     @cached_property
     def data_group(self) -> Cluster:
         """Ranks that have the same parameters."""
         k = self.cluster.ranks_per_host
         if self.width <= k:
-            return self._share(1, self.dp, 1, k // self.dp)
+            return self.cluster.share(1, self.dp)
         here = max(1, k // self.tp)
-        return self._share(self.dp // here, here, k // here, k // here)
-
-    def _share(self, hosts: int, ranks_per_host: int, at_a_link: int, on_a_host: int) -> Cluster:
-        """Return a group, where so many of them share a host's link, and so many its memory."""
-        between, within = self.cluster.between, self.cluster.within
-        on_a_host = on_a_host if self.cluster.within_is_shared else 1
-        return replace(
-            self.cluster,
-            hosts=hosts,
-            ranks_per_host=ranks_per_host,
-            between=replace(between, bytes_per_s=between.bytes_per_s / at_a_link),
-            within=replace(within, bytes_per_s=within.bytes_per_s / on_a_host),
-        )
-
-    def sharers(self, group: Cluster, level: str) -> int:
-        """Return how many groups of a kind use a link of a level; of a rank's own link, one."""
-        return 1 if level.startswith("rank") else max(1, self.cluster.ranks_per_host // group.ranks_per_host)
+        return self.cluster.share(self.dp // here, here)
 
     def host_of(self, place: int) -> int:
         """Return the host of the first rank at a place of the pipelines."""

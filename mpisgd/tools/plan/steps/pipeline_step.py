@@ -169,7 +169,7 @@ class _Pipeline:
             return
         how = fastest(group, nbytes, self._job.algorithm)
         for level, most in busiest_bytes(group, how).items():
-            self._carry(level, place, most * nbytes * self._grid.sharers(group, level))
+            self._carry(level, place, most * nbytes * self._grid.cluster.sharers(group, level))
 
     def _carry(self, level: str, place: int, nbytes: float) -> None:
         """Note bytes on a link of a rank at a place, or of its host."""

@@ -7,7 +7,7 @@ nothing is under way. Operations of the program follow each other there, and so 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from mpisgd.errors import InvalidArgument
@@ -130,15 +130,17 @@ class _Segment:
             communication_s=_busy_s(graph, spans),
             alpha_s=graph.alpha_s,
             compression_s=graph.compression_s,
-            sent_bytes=sent[ALL] + sent[LEADERS],
+            sent_bytes=sum(sent.values()) - sent[HOST],
             traffic=dict(graph.traffic),
             tasks=graph.tasks,
             spans=spans,
         )
 
-    def _members(self, group: str) -> Cluster:
+    def _members(self, op: Check | Collective) -> Cluster:
         here = self._cluster
-        return {ALL: here, HOST: here.at(here.ranks_per_host), LEADERS: here.leaders}[group]
+        if op.ranks:
+            return here.group_of(op.ranks)
+        return {ALL: here, HOST: here.at(here.ranks_per_host), LEADERS: here.leaders}[op.group]
 
     # -- what each operation is ---------------------------------------------------------------------
 
@@ -153,8 +155,8 @@ class _Segment:
         profile = self._job.profile
         if op.what == "optimizer":
             return profile.optimizer_s * op.share
-        if op.what == "forward, backward":
-            return profile.compute_s
+        if op.what in ("forward, backward", "products"):
+            return profile.compute_s * op.share
         if op.what == "forward":
             self._now = 0.0
             share = profile.forward_s / profile.backward_s if profile.backward_s else 0.0
@@ -188,7 +190,7 @@ class _Segment:
         return self._graph.move(op.what, op.nbytes, after, op.tensors, op.fresh_bytes)
 
     def check(self, op: Check, after: list[int]) -> int:
-        return self._graph.begin_operation(after, self._members(op.group))
+        return self._graph.begin_operation(after, self._members(op))
 
     def collective(self, op: Collective, after: list[int]) -> int:
         self._sent.append(op)
@@ -200,9 +202,10 @@ class _Segment:
         if op.kind == "exchange":
             place = self._exchange(op, after)
         else:
-            members = self._members(op.group)
+            members = self._members(op)
+            sharers = partial(self._cluster.sharers, members) if op.ranks else lambda level: 1
             nbytes = op.nbytes * self._wider(op, members)
-            place = self._graph.collective(PRICED_AS.get(op.kind, op.kind), nbytes, after, members)
+            place = self._graph.collective(PRICED_AS.get(op.kind, op.kind), nbytes, after, members, sharers)
         self._last_of[op.key] = place
         return place
 

@@ -94,8 +94,8 @@ def add_traffic(
     """Return the bytes on the busiest link of each level, of all groups of ranks: dp's, and sums over tp."""
     grid = model.grid
     data, tensor = grid.data_group, grid.tensor_group
-    found = {level: most * grid.sharers(data, level) for level, most in traffic.items()}
+    found = {level: most * grid.cluster.sharers(data, level) for level, most in traffic.items()}
     if tensor.size > 1 and nbytes:
         for level, most in busiest_bytes(tensor, fastest(tensor, nbytes, algorithm)).items():
-            found[level] = found.get(level, 0.0) + most * nbytes * grid.sharers(tensor, level)
+            found[level] = found.get(level, 0.0) + most * nbytes * grid.cluster.sharers(tensor, level)
     return found
