@@ -5,7 +5,7 @@ module alone, and is pure: what it keeps goes in and comes out. `verification.pa
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from mpisgd.method_state import alike, own, part
 
 __all__ = [
+    "CompressedMomentum",
     "Compressor",
     "Draws",
     "Event",
+    "Moments",
     "Paper",
     "Residual",
     "Slice",
@@ -316,3 +318,50 @@ class Compressor(Paper[Residual]):
     def drawn(self, k: int, place: int, w: World) -> Draws:
         """Return the random numbers of a rank in reduction k: its own."""
         return w.draw(k, place)
+
+
+# --- momentum by fewer bits ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is kept of gradients: momentum and variance, which all ranks have, and the errors of the wire."""
+
+    m: Vec = alike(default_factory=Vec)
+    v: Vec = alike(default_factory=Vec)
+    wire: Any = part(lambda: None)
+
+
+M = TypeVar("M", bound=Moments)
+
+
+@dataclass(frozen=True)
+class CompressedMomentum(Paper[M]):
+    """Updates by itself: by Adam's moments for T steps, and then by a momentum that `w.wire` averages.
+
+    The gradients that the ranks have stay their own until then. lr is a function of the step.
+    """
+
+    depends_on = ("two_step",)
+
+    T: int
+    lr: Callable[[int], float]
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    decay: float = 0.0
+
+    def moments(self, s: M, g: dict[int, Vec], w: World) -> M:
+        """Return the moments of this step (Kingma and Ba 2015; Tang et al. 2021, algorithm 1).
+
+            t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
+            t > T:    m <- average of b1 m + (1 - b1) g_i
+
+        Where v is 0 so is m: there was no gradient, and what comes is noise of the compression.
+        """
+        g, b1, b2 = filled(g), self.b1, self.b2
+        if w.step <= self.T:
+            g_mean = mean(g, w)
+            return replace(s, m=b1 * s.m + (1 - b1) * g_mean, v=b2 * s.v + (1 - b2) * (g_mean * g_mean))
+        wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
+        return replace(s, m=averaged[w.ranks[0]] * nonzero(s.v), wire=wire)

@@ -11,55 +11,23 @@ lr is a function of t; decay is AdamW's (Loshchilov and Hutter 2019). Where v is
 no gradient, and what comes is noise of the compression.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vec, World
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, nonzero, part
-
-__all__ = ["OneBitAdam", "State"]
+__all__ = ["OneBitAdam"]
 
 
-@dataclass(frozen=True)
-class State:
-    """What is kept: the momentum and the variance, which all ranks have, and the errors of the average."""
+class OneBitAdam(CompressedMomentum[Moments]):
+    """See above."""
 
-    m: Vec = alike(default_factory=Vec)
-    v: Vec = alike(default_factory=Vec)
-    wire: Any = part(lambda: None)
-
-
-@dataclass(frozen=True)
-class OneBitAdam(Paper[State]):
-    """Updates by itself. The gradients that the ranks have stay their own until then."""
-
-    depends_on = ("two_step",)
-
-    T: int
-    lr: Callable[[int], float]
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    decay: float = 0.0
-
-    def start(self, x: dict[int, Vec], w: World) -> State:
+    def start(self, x: dict[int, Vec], w: World) -> Moments:
         """See `Paper`."""
-        return State(wire=w.wire.start(x, w))
+        return Moments(wire=w.wire.start(x, w))
 
     def update(
-        self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
-    ) -> tuple[State, dict[int, Vec]]:
+        self, s: Moments, x: dict[int, Vec], g: dict[int, Vec], w: World
+    ) -> tuple[Moments, dict[int, Vec]]:
         """See `Paper`."""
-        g, t = filled(g), w.step
-        if t <= self.T:
-            g_mean = mean(g, w)
-            m = self.b1 * s.m + (1 - self.b1) * g_mean
-            s = replace(s, m=m, v=self.b2 * s.v + (1 - self.b2) * (g_mean * g_mean))
-        else:
-            local = {i: self.b1 * s.m + (1 - self.b1) * g[i] for i in w.ranks}
-            wire, averaged = w.wire.reduce(s.wire, local, w)
-            m = averaged[w.ranks[0]] * nonzero(s.v)
-            s = replace(s, m=m, wire=wire)
+        s, t = self.moments(s, g, w), w.step
         corrected = s.v / (1 - self.b2 ** min(t, self.T))
         step = s.m / corrected.each(lambda v: v.sqrt() + self.eps) * (self.lr(t) / (1 - self.b1**t))
         return s, {i: (1 - self.lr(t) * self.decay) * x[i] - step for i in w.ranks}

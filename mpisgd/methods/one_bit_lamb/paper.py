@@ -16,42 +16,29 @@ lr is a function of t. The paper has no h, the share of the momentum in the upda
 Where v is 0 so is n: there was no gradient, and what comes is noise of the compression.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, nonzero, part
+from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vec, World, alike
 
 __all__ = ["OneBitLamb", "State"]
 
 
 @dataclass(frozen=True)
-class State:
+class State(Moments):
     """What is kept, by the symbols above."""
 
-    m: Vec = alike(default_factory=Vec)
-    v: Vec = alike(default_factory=Vec)
     f: Vec = alike(default_factory=Vec)
     a: Vec = alike(default_factory=Vec)
     r: Vec = alike(default_factory=Vec)
-    wire: Any = part(lambda: None)
 
 
 @dataclass(frozen=True)
-class OneBitLamb(Paper[State]):
-    """Updates by itself."""
+class OneBitLamb(CompressedMomentum[State]):
+    """See above."""
 
-    depends_on = ("two_step",)
-
-    T: int
-    lr: Callable[[int], float]
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    decay: float = 0.0
     b3: float = 0.9
     q: float = 0.1
     c_limits: tuple[float, float] = (0.01, 10.0)
@@ -65,22 +52,15 @@ class OneBitLamb(Paper[State]):
         self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
     ) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
-        g, y, b1, b2 = filled(g), x[w.ranks[0]], self.b1, self.b2
-        if w.step <= self.T:
-            g_mean = mean(g, w)
-            v = b2 * s.v + (1 - b2) * (g_mean * g_mean)
-            s = replace(s, m=b1 * s.m + (1 - b1) * g_mean, v=v, f=v)
-        else:
-            wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
-            n = averaged[w.ranks[0]] * nonzero(s.v)
-            fresh = (n - b1 * s.m) / (1 - b1)
-            s = replace(s, m=n, f=b2 * s.f + (1 - b2) * (fresh * fresh), wire=wire)
+        y, m, s = x[w.ranks[0]], s.m, self.moments(s, g, w)
         step = s.m / s.v.each(self._s)
         u = step + self.decay * y.only(s.m)
         if w.step <= self.T:
             k = Vec({name: ratio(y[name], u[name]).clamp(*self.c_limits) for name in u})
-            s = replace(s, a=self.b3 * s.a + (1 - self.b3) * k if s.a else k)
+            s = replace(s, f=s.v, a=self.b3 * s.a + (1 - self.b3) * k if s.a else k)
         else:
+            fresh = (s.m - self.b1 * m) / (1 - self.b1)
+            s = replace(s, f=self.b2 * s.f + (1 - self.b2) * (fresh * fresh))
             s = replace(s, r=Vec({name: self._r(s, name, ratio(step[name], u[name])) for name in u}))
             k = s.r * s.a
         return s, dict.fromkeys(w.ranks, y - self.lr(w.step) * (k * u))
