@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -18,12 +19,26 @@ from torch.distributed.tensor import _random
 
 __all__ = ["mark_of_pretended", "pretended_ranks"]
 
+
+@dataclass
+class _Ranks:
+    """Ranks that were pretended.
+
+    Attributes:
+        number: which ones, of all since the process began.
+        world: what torch knows of their groups.
+        next_name: of a group; torch calls them by numbers, and those of each ranks begin at another million.
+    """
+
+    number: int
+    world: Any
+    next_name: int
+
+
 _lock = threading.Lock()
-_worlds: dict[
-    int, tuple[int, Any]
-] = {}  # what torch knows of groups, by their number of ranks, with a number
+_pretended: dict[int, _Ranks] = {}  # by how many they are
 _numbers = itertools.count(1)
-NAMES_APART = 10**6  # torch's groups are called by numbers: those of each world begin at another million
+NAMES_APART = 10**6
 
 
 @contextmanager
@@ -34,25 +49,32 @@ def pretended_ranks(num_ranks: int) -> Iterator[None]:
     """
     with _lock:
         before = distributed_c10d._world, sys.excepthook, _random._rng_tracker
+        count = before[0].group_count  # one of all worlds together
         try:
-            _enter(num_ranks)
-            yield
+            ranks = _enter(num_ranks)
+            try:
+                yield
+            finally:
+                ranks.next_name = distributed_c10d._world.group_count
         finally:
             distributed_c10d._world, sys.excepthook, _random._rng_tracker = before
+            distributed_c10d._world.group_count = count
 
 
-def _enter(num_ranks: int) -> None:
-    number, world = _worlds.get(num_ranks, (0, None))
-    if world is not None and _is_registered(world):
-        distributed_c10d._world = world
-        return
+def _enter(num_ranks: int) -> _Ranks:
+    ranks = _pretended.get(num_ranks)
+    if ranks is not None and _is_registered(ranks.world):
+        distributed_c10d._world = ranks.world
+        distributed_c10d._world.group_count = ranks.next_name
+        return ranks
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     number, world = next(_numbers), distributed_c10d._World()
-    world.group_count = number * NAMES_APART
     distributed_c10d._world = world
+    distributed_c10d._world.group_count = number * NAMES_APART
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    _worlds[num_ranks] = number, world
+    found = _pretended[num_ranks] = _Ranks(number, world, distributed_c10d._world.group_count)
+    return found
 
 
 def _is_registered(world: Any) -> bool:
@@ -66,5 +88,5 @@ def _is_registered(world: Any) -> bool:
 
 def mark_of_pretended() -> str:
     """Return what tells pretended ranks from others, and from those of before; "" where they are real."""
-    numbers = (number for number, world in _worlds.values() if world is distributed_c10d._world)
-    return next((f" of pretended ranks, {number}" for number in numbers), "")
+    now = (ranks.number for ranks in _pretended.values() if ranks.world is distributed_c10d._world)
+    return next((f" of pretended ranks, {number}" for number in now), "")

@@ -157,7 +157,7 @@ class Paper(Generic[S]):
     rank) or `part` (the S of another paper). Hyperparameters are fields of the subclass, by their symbols.
 
     Attributes:
-        leaves_frozen: whether x lacks parameters that are frozen now; they stay as they are.
+        leaves_frozen: whether x lacks parameters that are frozen now; only the optimizer changes them then.
         weighs: whether it looks at `World.weight` itself; else it is given `weighted` gradients.
         depends_on: folders of other papers, to be read with this one.
 

@@ -311,7 +311,10 @@ class PaperRun:
         self._put(rank, x)
         self._give(rank, g)
         self._optimizers[rank].step()
-        return self._values(rank).only(x)
+        found = self._values(rank)
+        if self.paper.leaves_frozen:  # those are updated all the same while they have gradients
+            self.x[rank] = Vec({name: self.x[rank][name] if name in x else found[name] for name in found})
+        return found.only(x)
 
 
 def carried_over(state: Any, fresh: Any, was: Mapping[int, int]) -> Any:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 def test_a_mesh_for_another_number_of_ranks_is_refused_by_its_rule():
     with raises_everywhere(mpisgd.InvalidArgument) as caught:
-        mpisgd.layout("batch:a", mesh={"a": mpisgd.size() + 1})
+        mpisgd.layout("batch:a", mesh={"a": mpisgd.size() + 1}).distribute(transformer(), NAMES, **IO)
     everyone(Rule.ALL_RANKS.value in caught.text, caught.text)
 
 

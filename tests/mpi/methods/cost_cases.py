@@ -405,9 +405,11 @@ class LayoutCase(Case):
         self.data = torch.ones(INSIDE, INSIDE)
         layout = mpisgd.layout(self.rules, mesh={"a": mpisgd.size()})
         names = {"inputs": ("batch", "model")}
-        named = mpisgd.NamedModel(Pair(), NAMES, [self.data], **names)
+        named = mpisgd.NamedModel(Pair().to("meta"), NAMES, [self.data.to("meta")], **names)
         hosts = Cluster(mpisgd.size(), 1, Link(1e-6, 1e9), Link(1e-6, 1e9), flops_per_s=1e9)
-        step = profile_of(replace(count("pair", Pair(), self.data), named=named), hosts, INSIDE // hosts.size)
+        step = profile_of(
+            replace(count("pair", named.model, *named.example), named=named), hosts, INSIDE // hosts.size
+        )
         self.planned = predict(hosts, step, planned_methods(layout.text)[0])
         self.model = layout.distribute(Pair(), NAMES, **names)
 

@@ -100,7 +100,6 @@ class ByPaper:
         self._apart: dict[int, Any] = {}  # by optimizer, the state from before a rank went on alone
         strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
         self._is_local = not averages_gradients(program.optimizers[0])
-        self._mixes = isinstance(strategy, mpisgd.Gossip)
         self._mixes_first = getattr(strategy, "style", "") == "combine_then_adapt"
         self._begin()
 
@@ -180,17 +179,12 @@ class ByPaper:
             for rank, optimizer in part.optimizers.items():
                 optimizer.event = event
                 optimizer.rests = self._is_local and bool(self._examples) and rank not in self._examples
-            frozen = part.frozen() if self._mixes else {}
             here = [rank for rank, _ in self._here]
             weight = {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None
             grads = part.grads()
             kept = {rank: grads.pop(rank) for rank in here if self._is_local and weight and not weight[rank]}
             run.step(grads, partial(self._changed, part), weight=weight)
             part.give(kept)
-            for rank, values in frozen.items():
-                for name, value in values.items():
-                    _overwrite(part.params[rank][name], value)
-                    run.x[rank][name] = value
         self._changes.clear()
 
     def _changed(self, part: _Part, grads: Vec) -> Vec:
@@ -311,13 +305,6 @@ class _Part:
         for rank, mine in grads.items():
             for name, grad in mine.items():
                 self.params[rank][name].grad = grad
-
-    def frozen(self) -> dict[int, dict[str, Tensor]]:
-        """Return copies of the parameters that are not trained, which ranks do not mix."""
-        return {
-            rank: {name: p.detach().clone() for name, p in params.items() if not p.requires_grad}
-            for rank, params in self.params.items()
-        }
 
     def copies(self) -> dict[int, Vec]:
         """Return copies of the parameters."""

@@ -87,9 +87,6 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     has_empty = any(0 in layer.shape for layer in program.layers)
     if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
         return "the paper's fragments are those of the beginning, and all have elements"
-    freezes = any(isinstance(event, events.SetFrozen) for event in program.events)
-    if freezes and isinstance(strategy, mpisgd.Gossip):
-        return "what was frozen is not mixed, and updated all the same while it has a gradient"
     closures = any(getattr(event, "closure", ()) for event in program.events)
     warms_up = getattr(strategy, "warmup_steps", 0)
     looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
