@@ -18,27 +18,26 @@ def packed_size(numel: int, bits: int) -> int:
     return (numel * bits + 7) // 8
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Return codes side by side in bytes; the last byte is filled up with zeros.
 
     Args:
         codes: [n] uint8, each below 2 ** bits; unchanged.
         bits: of each code, 1 to 8.
-
-    Returns:
-        [packed_size(n, bits)] uint8, new memory, on the device of `codes`.
+        out: where the result is written, [packed_size(n, bits)] uint8 on the device of `codes`; None: to new
+            memory.
     """
     _check(codes, bits)
-    if bits == 8:
-        return codes.clone()
+    if out is None:
+        out = codes.new_empty(packed_size(codes.numel(), bits))
     if 8 % bits == 0 and bits > 1:
-        return _pack_evenly(codes, bits)
+        return _pack_evenly(codes, bits, out)
     if codes.device.type == "cpu":
         array = codes.numpy()
         if bits > 1:
             array = np.unpackbits(array[:, None], axis=1, count=bits, bitorder="little").reshape(-1)
-        return torch.from_numpy(np.packbits(array, bitorder="little"))
-    return _from_bits(_to_bits(codes, bits), 8)
+        return out.copy_(torch.from_numpy(np.packbits(array, bitorder="little")))
+    return out.copy_(_from_bits(_to_bits(codes, bits), 8))
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
@@ -66,14 +65,14 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     return _from_bits(_to_bits(packed, 8)[: numel * bits], bits)
 
 
-def _pack_evenly(codes: Tensor, bits: int) -> Tensor:
-    """Return codes of 2 or 4 bits in bytes, of which no code spans two."""
+def _pack_evenly(codes: Tensor, bits: int, out: Tensor) -> Tensor:
+    """Return codes of 2, 4 or 8 bits in bytes, of which no code spans two."""
     each = 8 // bits
-    columns = torch.nn.functional.pad(codes, (0, -codes.numel() % each)).view(-1, each)
-    packed = columns[:, 0].clone()
+    out.copy_(codes[::each])
     for place in range(1, each):
-        packed |= columns[:, place] << place * bits
-    return packed
+        some = codes[place::each]
+        out[: some.numel()] |= some << place * bits
+    return out
 
 
 def _unpack_evenly(packed: Tensor, bits: int, numel: int) -> Tensor:

@@ -39,9 +39,9 @@ class Segments(NamedTuple):
         """Return their elements of a bucket, [number, length]."""
         return flat[self.start : self.start + self.number * self.length].view(self.number, self.length)
 
-    def norms_of(self, norms: Tensor) -> Tensor:
-        """Return theirs of the norms of all segments, [number, 1]."""
-        return norms[self.first : self.first + self.number].view(-1, 1)
+    def chunks(self, *buckets: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield their elements of several buckets, of long segments a part at a time."""
+        return zip(*(torch.split(self.of(flat), CHUNK_NUMEL, dim=1) for flat in buckets), strict=True)
 
 
 def segments_of(numels: Sequence[int], length: int | None = None) -> list[Segments]:
@@ -88,28 +88,38 @@ class Levels:
         self._bits = bits
         self._order = order
         self._segments = segments
-        self._num_segments = sum(part.number for part in segments)
         self._code_bytes = packed_size(layout.numel, bits)
-        self.nbytes = self._code_bytes + self._num_segments * layout.dtype.itemsize
+        self.nbytes = self._code_bytes + sum(part.number for part in segments) * layout.dtype.itemsize
 
     def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
         """Return the codes and the norms."""
-        norms = flat.new_empty(self._num_segments)
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device=flat.device)
         codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
         for part in self._segments:
-            values, mine = part.of(flat), part.norms_of(norms)
-            torch.linalg.vector_norm(values, self._order, dim=1, keepdim=True, out=mine)
-            levels = values * (self._num_levels / mine.masked_fill(mine == 0, 1))
-            levels += uniform(values, random)
-            levels.floor_().add_(self._num_levels)
-            # The sum may have been rounded to the next whole number above the last level.
-            part.of(codes).copy_(levels.clamp_(0, 2 * self._num_levels))
-        return torch.cat([pack(codes, self._bits), norms.view(torch.uint8)])
+            norms = torch.linalg.vector_norm(part.of(flat), self._order, dim=1, keepdim=True)
+            message[self._place(part)].copy_(norms.view(-1).view(torch.uint8))
+            scales = self._num_levels / norms.masked_fill(norms == 0, 1)
+            for values, out in part.chunks(flat, codes):
+                levels = values * scales
+                levels += uniform(values, random)
+                levels.floor_().add_(self._num_levels)
+                # The sum may have been rounded to the next whole number above the last level.
+                out.copy_(levels.clamp_(0, 2 * self._num_levels))
+        pack(codes, self._bits, out=message[: self._code_bytes])
+        return message
 
     def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
         """Add what codes and norms stand for, or subtract it."""
         codes = unpack(message[: self._code_bytes], self._bits, self._layout.numel)
-        norms = message[self._code_bytes :].clone().view(self._layout.dtype)
         for part in self._segments:
-            levels = part.of(codes).to(self._layout.dtype).sub_(self._num_levels)
-            part.of(out).addcmul_(levels, part.norms_of(norms) / (sign * self._num_levels))
+            # Copied, as codes of any number of bytes lie before them.
+            norms = message[self._place(part)].clone().view(self._layout.dtype).view(-1, 1)
+            for code, place in part.chunks(codes, out):
+                levels = code.to(self._layout.dtype).sub_(self._num_levels)
+                place.addcmul_(levels, norms / (sign * self._num_levels))
+
+    def _place(self, part: Segments) -> slice:
+        """Return where a message has the norms of these segments."""
+        itemsize = self._layout.dtype.itemsize
+        begin = self._code_bytes + part.first * itemsize
+        return slice(begin, begin + part.number * itemsize)

@@ -45,7 +45,9 @@ class QuantizingReducer(BucketReducer):
             self._codec.decompress(mine, meant, -1)
             self.memory.check()
         bucket.zero_()
-        for message in gather(mine, group):
+        messages = gather(mine, group)
+        del mine  # is among them
+        for message in messages:
             self._codec.decompress(message, bucket)
         if op is ReduceOp.AVG:
             divide(bucket, group.size)

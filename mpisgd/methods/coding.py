@@ -119,14 +119,12 @@ class Coded:
             raise InvalidArgument(
                 f"plan: {self.compressor} is no contraction, as messages to neighbours need it"
             )
-        nbytes = codec.nbytes
-        yield Alloc("compression", self._scratch(bucket, world))
-        yield self._work(bucket, nbytes, 1)
-        yield Free("compression", self._scratch(bucket, world))
+        nbytes, scratch = codec.nbytes, self._scratch(bucket, world)
         _, degree = graph.degrees(world.size, phase)
-        yield Alloc("compression", (1 + degree) * nbytes)
+        yield Alloc("compression", scratch + (1 + degree) * nbytes)
+        yield self._work(bucket, nbytes, 1)
         yield Collective("exchange", nbytes, graph=graph, phase=phase)
-        yield Free("compression", (1 + degree) * nbytes)
+        yield Free("compression", scratch + (1 + degree) * nbytes)
 
     def kept_bytes(self, bucket: Bucket, world: World) -> float:
         """Return what its reducer keeps of a bucket."""

@@ -72,6 +72,7 @@ class DividedParameters:
         work_of: what an update of a parameter as a whole takes, None where that is not known; of an
             elementwise optimizer, those for which it is known are not cut.
         masters_on_host: whether the optimizer updates copies in host memory, of parameters on a device.
+        most_bytes: of a piece on a CPU that is no whole parameter.
 
     Attributes:
         owners: as given.
@@ -97,6 +98,7 @@ class DividedParameters:
         cuts_alone: bool = False,
         masters_on_host: bool = False,
         work_of: UpdateWork = lambda param, options: None,
+        most_bytes: int = sys.maxsize,
     ) -> None:
         self.owners = owners
         self._group = owners.group
@@ -107,6 +109,7 @@ class DividedParameters:
         self._master_dtype = master_dtype
         self._cuts_alone = cuts_alone
         self._work_of = work_of
+        self._most_bytes = most_bytes
         self.named: list[tuple[str, Tensor]] = []
         self._addresses: list[int] = []
         self._memories: list[Memory] = []
@@ -274,7 +277,7 @@ class DividedParameters:
             return OFFLOADED_BYTES
         if any(on_device(param) for _, param in self.named):
             return sys.maxsize
-        return slot_bytes(max(map(len, self.owners.nodes)))
+        return min(self._most_bytes, slot_bytes(max(map(len, self.owners.nodes))))
 
     def _piece(self, range_: PieceRange, group: int, memory: Memory | None) -> Piece:
         index, param = range_.members[0].param, self.named[range_.members[0].param][1]

@@ -62,9 +62,8 @@ def _mix_messages(method: Gossip, sizes: Sizes, world: World, number: int) -> It
     for bucket in sizes.packed:
         yield from world.wire.exchange(bucket, world, method.graph, number)
     yield Wait()
-    yield Alloc("strategy", sizes.nbytes)
     yield Move(6 * sizes.nbytes, "mean")
-    yield Free("strategy", 3 * sizes.nbytes)
+    yield Free("strategy", 2 * sizes.nbytes)
 
 
 def cycle(method: Gossip, world: World) -> Cycle:

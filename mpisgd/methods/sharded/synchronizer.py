@@ -5,6 +5,7 @@ step        the wrapped optimizer has this rank's pieces only         `HiddenPar
 after it    everyone gets what the others have updated                `Publication`
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +117,7 @@ class ShardedSynchronizer(Synchronizer):
             master_dtype=self._master_dtype,
             cuts_alone=self._offload is not None,
             masters_on_host=self._offload is not None and any(on_device(p) for _, p in training.named[:1]),
+            most_bytes=sys.maxsize if self._offload is None else self._offload.chunk_bytes,
         )
 
     def _joins(self, owners: Owners, *, one_copy: bool) -> bool:

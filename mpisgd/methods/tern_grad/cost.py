@@ -8,4 +8,4 @@ __all__ = ["coding"]
 
 def coding(method: TernGrad) -> Coding:
     """Return what it does with a bucket."""
-    return Coding(element_s=30e-9, copies=0.25, of_largest=1.0)
+    return Coding(element_s=30e-9, copies=0.25 if method.clip_sigmas is None else 1.25)

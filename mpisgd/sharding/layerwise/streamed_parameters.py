@@ -31,7 +31,6 @@ from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 __all__ = ["GRADIENT", "VALUES", "StreamedParameters"]
 
 VALUES, GRADIENT = "values", "gradient"
-CHUNKS_PER_BLOCK = 4
 
 
 class StreamedParameters:
@@ -53,7 +52,7 @@ class StreamedParameters:
     """
 
     def __init__(self, offload: Offload, group: Group, nbytes: int, num_params: int) -> None:
-        num_chunks = num_params + nbytes // (group.size * offload.block_bytes // CHUNKS_PER_BLOCK)
+        num_chunks = num_params + nbytes // (group.size * offload.chunk_bytes)
         self._names: dict[Tensor, str] = {}
         self._param_names: dict[Tensor, str] = {}
         self.when_reset: Callable[[], None] = lambda: None
@@ -68,8 +67,7 @@ class StreamedParameters:
         """Return a new unit of these parameters, which are in memory still. See `Unit`."""
         name, params = named[0][0], [param for _, param in named]
         self._param_names.update({param: key for key, param in named})
-        chunk_bytes = self.offload.block_bytes // CHUNKS_PER_BLOCK
-        unit = Unit(name, params, self.group.size, self.group.rank, chunk_bytes)
+        unit = Unit(name, params, self.group.size, self.group.rank, self.offload.chunk_bytes)
         self.units.append(unit)
         self._names.update({chunk.key: f"{name}.chunk{i}" for i, chunk in enumerate(unit.chunks)})
         return unit

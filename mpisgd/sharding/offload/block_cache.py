@@ -319,16 +319,16 @@ class BlockCache:
 
     def _room(self, nbytes: int, *, wait: bool) -> _Buffer | None:
         """Return a buffer that no block needs, of this size at least."""
-        buffer = self._free_buffer(wait=wait)
+        buffer = self._free_buffer(nbytes, wait=wait)
         if buffer is not None and buffer.memory.numel() < nbytes:
             buffer.memory = aligned_memory(nbytes)
         return buffer
 
-    def _free_buffer(self, *, wait: bool) -> _Buffer | None:
+    def _free_buffer(self, nbytes: int, *, wait: bool) -> _Buffer | None:
         if self._spare:
             return self._spare.pop()
         if self._num_buffers < self._most:
-            return self._new_buffer()
+            return self._new_buffer(nbytes)
         for index, buffer in self._held.items():
             if buffer.role is _Role.IDLE or (buffer.role is _Role.WRITING and buffer.is_done):
                 return self._take(index)
@@ -338,13 +338,13 @@ class BlockCache:
             for index, buffer in self._held.items():
                 if buffer.role is role:
                     return self._take(index)
-        return self._new_buffer()  # all are in use
+        return self._new_buffer(nbytes)  # all are in use
 
     def _take(self, index: int) -> _Buffer:
         """Take the buffer of a block for another one, once it is written or read."""
         self._wait(self._held[index])
         return self._held.pop(index)
 
-    def _new_buffer(self) -> _Buffer:
+    def _new_buffer(self, nbytes: int) -> _Buffer:
         self._num_buffers += 1
-        return _Buffer(aligned_memory(self._block_bytes))
+        return _Buffer(aligned_memory(max(nbytes, self._block_bytes)))

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from dataclasses import dataclass
 
 from mpisgd.arguments import as_path, check_positive, check_text, shown
@@ -13,6 +14,7 @@ MODES = ("auto", "direct", "buffered")
 CRC32 = "crc32"
 WHAT = ("optimizer", "parameters")
 LEAST_BLOCK_BYTES = 4096
+CHUNKS_PER_BLOCK = 4  # so that a block has room for all that an optimizer keeps of a piece
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Offload:
         check_text("Offload", "checksum", name)
         if name != CRC32 and (name not in hashlib.algorithms_available or name.startswith("shake")):
             raise InvalidArgument(f"Offload: checksum={shown(name)}; expected 'crc32', or such as 'blake2b'")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Most bytes of a piece of the parameters that is updated at once."""
+        return sys.maxsize if self.folder is None else self.block_bytes // CHUNKS_PER_BLOCK
 
     @property
     def parts(self) -> frozenset[str]:

@@ -91,11 +91,11 @@ class _Bucket:
         mine = self._codec.compress(x - self._own, generator(self._seed, number, x.numel(), group.rank))
         messages = {**neighbor_gather(mine.cpu(), graph, group), group.rank: mine}
         self._codec.decompress(mine, self._own)
+        change = torch.empty_like(x)
         for src, weight in graph.exchange(group.rank, group.size).terms:
-            change = torch.zeros_like(x)
-            self._codec.decompress(messages[src].to(x.device), change)
+            self._codec.decompress(messages[src].to(x.device), change.zero_())
             self._total.add_(change, alpha=weight)
-        x.add_(self._total - self._own, alpha=share)
+        x.add_(torch.sub(self._total, self._own, out=change), alpha=share)
         for tensor, part in zip(tensors, cut_by(x, self._numels), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
