@@ -3,6 +3,7 @@
 Horvath, Ho, Horvath, Sahu, Canini and Richtarik 2019, "Natural Compression for Distributed Deep Learning".
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,15 +93,19 @@ class PowersOfTwo:
     def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
         """Return the heads, packed, and the low bits of the exponents."""
         message = torch.empty(self.nbytes, dtype=torch.uint8, device=flat.device)
-        heads = torch.empty_like(flat, dtype=torch.uint8)
-        parts = (flat, heads, message[self._head_bytes :])
-        for values, head, low in zip(*(torch.split(part, CHUNK_NUMEL) for part in parts), strict=True):
+        for values, head, low in self._chunks(flat, message):
             mantissas = self._draw(values, random).mul_(values.isfinite())
             exponents = mantissas.add_(values.view(self._int)).bitwise_right_shift_(self._mantissa_bits)
             low.copy_(exponents & 0xFF)
-            head.copy_(exponents.bitwise_right_shift_(8).bitwise_and_(2**self._head_bits - 1))
-        message[: self._head_bytes] = pack(heads, self._head_bits)
+            heads = exponents.bitwise_right_shift_(8).bitwise_and_(2**self._head_bits - 1)
+            pack(heads.to(torch.uint8), self._head_bits, out=head)
         return message
+
+    def _chunks(self, flat: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield elements with their heads and the low bits of their exponents, of whole bytes each."""
+        heads = torch.split(message[: self._head_bytes], CHUNK_NUMEL * self._head_bits // 8)
+        lows = torch.split(message[self._head_bytes :], CHUNK_NUMEL)
+        return zip(torch.split(flat, CHUNK_NUMEL), heads, lows, strict=True)
 
     def _draw(self, values: Tensor, random: np.random.Generator) -> Tensor:
         """Return random mantissas."""
@@ -111,9 +116,8 @@ class PowersOfTwo:
 
     def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
         """Add the powers of two, or subtract them."""
-        heads = unpack(message[: self._head_bytes], self._head_bits, self._layout.numel)
-        parts = (heads, message[self._head_bytes :], out)
-        for head, low, place in zip(*(torch.split(part, CHUNK_NUMEL) for part in parts), strict=True):
-            exponents = head.to(self._int).bitwise_left_shift_(8).bitwise_or_(low)
+        for place, packed, low in self._chunks(out, message):
+            heads = unpack(packed, self._head_bits, low.numel())
+            exponents = heads.to(self._int).bitwise_left_shift_(8).bitwise_or_(low)
             powers = exponents.bitwise_left_shift_(self._mantissa_bits).view(self._layout.dtype)
             place.add_(powers, alpha=sign)
