@@ -87,7 +87,9 @@ class Coded:
         size, kinds = world.size, self.coding.collectives
         sent = _sent_bytes(self.compressor, _layout(bucket), size, min(step, self.warmup_steps + 1))
         sums = set(kinds) == {"all_reduce"}
-        scratch = self._scratch(bucket, world) + (0 if sums else sent * size / (size - 1))
+        scratch = self._scratch(bucket, world)
+        if not sums:  # messages of all, and this rank's until it is among them
+            scratch = max(scratch, sent / (size - 1)) + sent * size / (size - 1)
         yield Alloc("compression", scratch)
         yield self._work(bucket, 0 if sums else sent, len(kinds))
         for kind in kinds:
