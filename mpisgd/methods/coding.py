@@ -1,7 +1,7 @@
 """`Coded`: the cost of a compressor: its bytes for a bucket, and what it takes to make them.
 
 The bytes are those that its own reducer tells, made on the meta device, where a residual of billions of
-elements takes no memory; so is what it keeps. A `cost.py` says the rest: see `Coding`.
+elements takes no memory; so is what it keeps. Its method `coding()` says the rest: see `Coding`.
 """
 
 from collections.abc import Callable, Iterator

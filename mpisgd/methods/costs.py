@@ -2,7 +2,7 @@
 
 It is the `cost.py` beside the module in which a description is defined. One of a user's own has its cost with
 it: a method `cost(sizes, world, step)`, and `cycle(world)` where not all steps cost the same. A compressor
-needs none: its bytes are gathered by all ranks.
+has a method `coding()`, or none if its bytes are gathered by all ranks.
 """
 
 import inspect
@@ -85,13 +85,10 @@ def _every_step(world: World) -> Cycle:
 
 def wire_of(compressor: Compressor) -> Wire:
     """Return the cost of a compressor, or of `op=Adasum`."""
-    module = _cost_module(type(compressor))
-    if module is None:
-        return Coded(compressor, Coding())
-    if hasattr(module, "wire"):
+    if (module := _cost_module(type(compressor))) is not None:
         wire: Wire = module.wire(compressor, wire_of)
         return wire
-    return Coded(compressor, module.coding(compressor))
+    return Coded(compressor, compressor.coding() if hasattr(compressor, "coding") else Coding())
 
 
 def _cost_module(kind: type) -> Any:

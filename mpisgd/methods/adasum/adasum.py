@@ -17,6 +17,7 @@ from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, 
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.methods.adasum import paper
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 
 __all__ = ["AdaptiveSum", "Adasum"]
@@ -51,6 +52,10 @@ class AdaptiveSum(Compressor):
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what combines the gradients of a bucket, each by itself."""
         return _AdasumReducer(layout)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. The gradients of all ranks go to all ranks, which combine them."""
+        return Coding(element_s=5e-9, copies=0.0)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -17,6 +17,7 @@ from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.methods.cast import paper
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.synchronous.paper import Synchronous
 
@@ -69,6 +70,10 @@ class Cast(Compressor):
     def reducer(self, layout: BucketLayout) -> "CastReducer":
         """Return what casts a bucket, sums it and casts it back."""
         return CastReducer(self, layout)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. A sum of narrower floats."""
+        return Coding(collectives=("all_reduce",), element_s=1e-9, copies=0.5)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

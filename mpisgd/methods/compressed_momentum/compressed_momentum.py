@@ -39,7 +39,7 @@ from mpisgd.method_state import (
 )
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.compressed_momentum.compressed_average import CompressedAverage
-from mpisgd.methods.compressed_momentum.moments import TrainedParameters
+from mpisgd.methods.compressed_momentum.moments import Trained, TrainedParameters
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_default, no, yes
 from mpisgd.parameters.parameter_names import agree_on, name_parameters
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
@@ -258,6 +258,21 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         """Replace gradients by their mean; where no rank has one it stays None. Collective."""
         assert self._reducer is not None
         self._reducer.reduce(f"step {self.num_steps}")
+
+    def _with_some_gradient(self, last: str) -> tuple[list[Trained], list[Trained]]:
+        """Return all parameters, and those of which some rank has a gradient. Collective.
+
+        Args:
+            last: until when a first gradient may come.
+
+        Raises:
+            InvalidArgument: there is a parameter with its first one; see `_refuse_new`.
+        """
+        everything = list(self._trained())
+        exist = self._exist_somewhere([trained.param.grad is not None for trained in everything])
+        new = [here and "step" not in t.state for t, here in zip(everything, exist, strict=True)]
+        self._refuse_new(new, last)
+        return everything, [trained for trained, here in zip(everything, exist, strict=True) if here]
 
     def _exist_somewhere(self, here: Sequence[bool]) -> list[bool]:
         """Return for each entry whether it holds on any rank. Collective."""

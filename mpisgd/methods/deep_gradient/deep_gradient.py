@@ -24,6 +24,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.method_state import own
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.deep_gradient import paper
 from mpisgd.methods.paper_kit import Paper
 
@@ -105,6 +106,10 @@ class DeepGradient(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "DeepGradientReducer":
         """Return the reducer, which corrects, selects and sends elements of a bucket."""
         return DeepGradientReducer(layout, self)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. It sends as `TopK`."""
+        return Coding(element_s=20e-9, copies=0.0, of_largest=1.25)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -17,6 +17,7 @@ from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.natural import paper
 from mpisgd.methods.paper_kit import Paper
 
@@ -64,6 +65,10 @@ class Natural(WideCompressor):
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
         return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. Signs and exponents go to all ranks."""
+        return Coding(element_s=30e-9, copies=0.0)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -20,8 +20,10 @@ from mpisgd.compress.residual import Waiting, fitted
 from mpisgd.compress.sign_code import SignCode, wide_dtype
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.one_bit import paper
 from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.two_step.cost import CODING
 from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.two_step.two_step_exchange import Errors, TwoStepExchange
 
@@ -96,6 +98,12 @@ class OneBit(Compressor):
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer, which sends the signs of a bucket and keeps the rest."""
         return _TwoStepReducer(layout) if self.two_step else _GatherReducer(layout)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. Signs and a magnitude per parameter go to all ranks."""
+        if self.two_step:
+            return CODING
+        return Coding(element_s=5e-9, copies=2.0)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -95,11 +95,7 @@ class OneBitAdam(CompressedMomentumOptimizer):
             _apply(trained)
 
     def _update_frozen(self) -> None:
-        everything = list(self._trained())
-        exist = self._exist_somewhere([trained.param.grad is not None for trained in everything])
-        new = [here and "step" not in t.state for t, here in zip(everything, exist, strict=True)]
-        self._refuse_new(new, f"step {self.freeze_step}")
-        updated = [trained for trained, here in zip(everything, exist, strict=True) if here]
+        everything, updated = self._with_some_gradient(f"step {self.freeze_step}")
         for trained in updated:
             trained.state["step"] += 1
             trained.state["exp_avg"].lerp_(_decayed(trained), 1.0 - trained.settings["betas"][0])

@@ -128,11 +128,7 @@ class OneBitLamb(CompressedMomentumOptimizer):
             state["lamb_coeff_freeze"] = beta * earlier + (1.0 - beta) * coeff
 
     def _update_frozen(self) -> None:
-        everything = list(self._trained())
-        exist = self._exist_somewhere([trained.param.grad is not None for trained in everything])
-        new = [here and "step" not in t.state for t, here in zip(everything, exist, strict=True)]
-        self._refuse_new(new, f"step {self.freeze_step}")
-        updated = [trained for trained, here in zip(everything, exist, strict=True) if here]
+        everything, updated = self._with_some_gradient(f"step {self.freeze_step}")
         earlier = [trained.state["exp_avg"].clone() for trained in updated]
         for param, state, settings in updated:
             state["step"] += 1

@@ -21,6 +21,7 @@ from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import alike
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.power_sgd import paper
 
@@ -88,6 +89,10 @@ class PowerSGD(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "PowerSGDReducer":
         """Return the reducer, which approximates the matrices of a bucket."""
         return PowerSGDReducer(layout, self)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. A sum of all P, then one of all Q, which needs the first."""
+        return Coding(collectives=("all_reduce", "all_reduce"), element_s=10e-9, copies=0.0)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

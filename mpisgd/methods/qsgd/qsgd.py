@@ -16,6 +16,7 @@ from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.qsgd import paper
 
@@ -85,6 +86,10 @@ class QSGD(WideCompressor):
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
         return QuantizingReducer(self._levels(layout), layout.numel, self.seed, memory, state)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. Codes and norms go to all ranks."""
+        return Coding(element_s=30e-9, copies=0.25)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

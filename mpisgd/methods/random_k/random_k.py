@@ -22,6 +22,7 @@ from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.random_k import paper
 
@@ -82,6 +83,13 @@ class RandomK(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "RandomKReducer":
         """Return the reducer, which sends random elements of a bucket."""
         return RandomKReducer(layout, self)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`.
+
+        A sum of the elements that all ranks have drawn alike, by indices of 8 bytes.
+        """
+        return Coding(collectives=("all_reduce",), element_s=10e-9, copies=3 * self.ratio)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -21,6 +21,7 @@ from mpisgd.compress.sign_code import pack_signs, unpack_signs
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import alike
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.sign_sgd import paper
 
@@ -57,6 +58,15 @@ class SignSGD(Compressor):
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer, which sends the signs of a bucket."""
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`.
+
+        Votes go to owners of chunks and the outcome to all ranks; or all signs to all.
+        """
+        if self.majority_vote:
+            return Coding(collectives=("all_to_all", "all_gather"), element_s=5e-9, copies=0.75)
+        return Coding(element_s=5e-9, copies=2.0)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

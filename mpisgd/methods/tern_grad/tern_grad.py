@@ -18,6 +18,7 @@ from mpisgd.compress.levels import Levels, segments_of
 from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Memory, Waiting
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.tern_grad import paper
 
@@ -61,6 +62,10 @@ class TernGrad(WideCompressor):
         return QuantizingReducer(
             TernaryCodec(layout, self.clip_sigmas), layout.numel, self.seed, Memory(), Waiting()
         )
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. Codes and a scale per parameter go to all ranks."""
+        return Coding(element_s=30e-9, copies=0.25 if self.clip_sigmas is None else 1.25)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -17,6 +17,7 @@ from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.selection import at_least
 from mpisgd.compress.sparse_reducer import SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.threshold import paper
 
@@ -65,6 +66,10 @@ class Threshold(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":
         """Return the reducer, which sends the large elements of a bucket."""
         return ThresholdReducer(layout, self)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`. It sends as `TopK`, as many elements as pass."""
+        return Coding(element_s=5e-9, by_data=True)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -16,6 +16,7 @@ from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse_reducer import SparseCodec, SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.top_k import paper
 
@@ -65,6 +66,13 @@ class TopK(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "TopKReducer":
         """Return the reducer, which sends the largest elements of a bucket."""
         return TopKReducer(layout, self)
+
+    def coding(self) -> Coding:
+        """See `mpisgd.methods.coding`.
+
+        Elements with their indices go to all ranks; magnitudes of a parameter are compared.
+        """
+        return Coding(element_s=15e-9, copies=0.0, of_largest=1.25)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""
