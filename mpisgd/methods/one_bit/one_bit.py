@@ -139,6 +139,7 @@ class _GatherReducer(BucketReducer):
             self.state.residual = rest
         everyone = message.new_empty(group.size, len(message))
         all_gather_into_tensor(everyone, message, group)
+        del message  # is among them
         total = torch.zeros_like(rest)
         for row in everyone:
             total += self._code.decode(row)
