@@ -34,6 +34,7 @@ class SharedParameters(DividedParameters):
 
     one_copy = True
     _versions: int | None = None  # how often torch has seen parameters written, up to the latest step
+    _is_written = False  # after that step, by the program
     _has_warned = False
 
     @property
@@ -125,8 +126,14 @@ class SharedParameters(DividedParameters):
             self._versions = self._sum_of_versions()
 
     def _check_who_writes(self) -> None:
-        """Warn, once, where the program has written on the second rank of a host: others do so, too."""
-        if self._versions is None or self._has_warned or self._versions == self._sum_of_versions():
+        """Warn, once, where the program writes on the second rank of a host after each step: others do, too.
+
+        What it writes once is a state that it loads.
+        """
+        if self._versions is None or self._has_warned:
+            return
+        before, self._is_written = self._is_written, self._versions != self._sum_of_versions()
+        if not (before and self._is_written):
             return
         self._has_warned = True
         warnings.warn(

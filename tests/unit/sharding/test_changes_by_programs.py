@@ -137,6 +137,17 @@ def test_writing_to_shared_parameters_on_every_rank_is_worth_one_warning():
     assert "multiplies once for each rank" in text
 
 
+def test_a_state_that_every_rank_loads_is_worth_none():
+    loaded = []
+
+    def once(model):
+        if mpisgd.rank() not in loaded:
+            loaded.append(mpisgd.rank())
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+    assert warnings_of(once) == []
+
+
 def test_writing_on_the_first_rank_alone_or_not_at_all_is_worth_none():
     assert warnings_of(lambda model: None) == []
     assert warnings_of(lambda model: mpisgd.local_rank() or model[0].weight.mul_(0.5)) == []
