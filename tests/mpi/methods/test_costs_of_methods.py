@@ -48,11 +48,12 @@ def skip_replicas(case) -> None:
 
 
 @pytest.mark.parametrize("case", cases())
-def test_bytes_are_those_of_the_cost(case, monkeypatch):
+def test_bytes_are_those_of_the_cost(case, monkeypatch, request):
     """In the steps before those that stand for all, too: a warm-up, a freeze."""
     if refused(case):
         return
     skip_replicas(case)
+    request.addfinalizer(case.close)  # also where it fails: a group of torch's would be in the way of others
     monkeypatch.setattr(config, "shared_memory", lambda: False)
     with group_of_hosts(range(mpisgd.size())) as group:
         case.make(group)
@@ -69,14 +70,14 @@ def test_bytes_are_those_of_the_cost(case, monkeypatch):
             range_ = case.said_bytes(steps)
             text = f"{steps}: sent {found:,.0f} bytes, said {range_.said:,.0f}"
             everyone(range_.least <= found <= range_.most, text)
-        case.close()
 
 
 @pytest.mark.parametrize("case", cases(ratio=0.01))
-def test_peak_memory_is_that_of_the_cost(case, monkeypatch):
+def test_peak_memory_is_that_of_the_cost(case, monkeypatch, request):
     if refused(case):
         return
     skip_replicas(case)
+    request.addfinalizer(case.close)
     blocks, aligned = [0], block_cache.aligned_memory
 
     def counted(nbytes):
@@ -104,7 +105,6 @@ def test_peak_memory_is_that_of_the_cost(case, monkeypatch):
     if case.mean_of_ranks:
         found = max(referee().allgather(found))
     everyone(range_.least <= found <= range_.most, text)
-    case.close()
 
 
 def test_what_depends_on_the_gradients_is_refused():

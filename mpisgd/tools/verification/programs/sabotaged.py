@@ -30,7 +30,7 @@ class SabotagedTraining(DistributedTraining):
     def __init__(self, program: Program, sabotage: Sabotage) -> None:
         self._sabotage = sabotage
         self._is_wrong = mpisgd.rank() == program.ranks - 1
-        self._num_steps = 0
+        self._num_steps, self._is_stale = 0, False
         super().__init__(program)
 
     def make_group(self) -> mpisgd.Group | None:
@@ -55,7 +55,16 @@ class SabotagedTraining(DistributedTraining):
         before = [param.detach().clone() for param in self.model.params]
         super().step(event, places)
         self._num_steps += 1
-        if self._is_wrong and self._sabotage is Sabotage.STALE and self._num_steps == 2:
+        if (
+            self._is_wrong
+            and self._sabotage is Sabotage.STALE
+            and self._num_steps >= 2
+            and not self._is_stale
+        ):
+            both = list(zip(self.model.params, before, strict=True))
+            self._is_stale = any(
+                not torch.equal(param, old) for param, old in both
+            )  # a scaler leaves some out
             with torch.no_grad():
-                for param, old in zip(self.model.params, before, strict=True):
+                for param, old in both:
                     param.copy_(old)
