@@ -66,8 +66,8 @@ class MeshLayout(LayoutRules):
                 is sent. In forward: the size of an input.
             CollectiveMismatch: the ranks' layouts, names or shapes differ; raised on every rank.
         """
-        found = self._resolve(model, names, inputs, outputs)
         self.check_ranks(world().size)
+        found = self._resolve(model, names, inputs, outputs)
         self._agree(found)
         mesh = device_mesh(self, _device_type(model))
         return distribute(model, self, found, mesh)

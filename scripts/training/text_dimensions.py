@@ -52,9 +52,11 @@ def read_mesh_layout(rules: str | None, mesh: str | None) -> mpisgd.MeshLayout |
     if rules is None or mesh is None:
         raise mpisgd.JobError("--layout 'batch:dp; hidden:tp' and --mesh 'dp:2, tp:2' go together")
     try:
-        return mpisgd.layout(rules, mesh=mesh)
+        layout = mpisgd.layout(rules, mesh=mesh)
+        layout.check_ranks(mpisgd.size())
     except mpisgd.InvalidArgument as error:
         raise mpisgd.JobError(f"--layout {rules}: {error}") from error
+    return layout
 
 
 class LaidOut(Pass):

@@ -37,7 +37,6 @@ SELECTION = " or ".join(
 TORCH_SELECTION = " or ".join(
     [
         "test_dist_messages",
-        "test_each_way_of_ddp_equals_one_process",
         "test_training_equals_one_process_and_the_state_is_shared_out",
         "test_trains_as_one_process",
         "test_copies_of_shards_train_as_one_process",

@@ -221,6 +221,7 @@ def test_fusion_is_measured_beside_one_call_each(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")
+@pytest.mark.long
 def test_muon_is_measured_beside_fsdp2(tmp_path):
     script = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "bench_muon.py"
     small = ("--layers", "2", "--dim", "16", "--context", "8", "--repeats", "2")

@@ -52,6 +52,7 @@ def check_verdicts(report: dict[str, Any]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.long  # a check with its fault runs in a job below, and all are called in tests/gpu
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler to simulate a GPU")
 def test_on_simulated_gpus_checks_are_done_in_jobs(tmp_path):
     code, report, text = gpu_check(tmp_path / "out", "--simulated", "--quick", "--only", ",".join(SHORT))

@@ -12,7 +12,8 @@ from launcher import run_python
 SHORT = {"torch": ("expecttest", 90), "accelerate": ("accelerate", 1)}
 
 
-@pytest.mark.parametrize("suite", SHORT)
+# torch's takes half a minute; what it asks of the backend, tests/mpi/torch_backend asks at every size.
+@pytest.mark.parametrize("suite", [pytest.param("torch", marks=pytest.mark.long), "accelerate"])
 def test_the_short_form_passes(suite, tmp_path):
     package, least = SHORT[suite]
     if importlib.util.find_spec(package) is None:
