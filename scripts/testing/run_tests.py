@@ -121,8 +121,8 @@ LEFT_OUT = {
 
 SHORT = "not long"  # pytest's expression for what the short form runs
 
-# A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile. A third one
-# found them busy: 17.6 minutes instead of 18 on two cores.
+# A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile. A third
+# one finds them busy.
 SIDE_BY_SIDE = 2
 
 # What each rank runs: the launcher's variable tells the rank before MPI has started.
