@@ -87,8 +87,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         error_if_nonfinite: raise on every rank if a gradient is infinite or NaN. The error names the rank and
             the parameters, in the order of backward. Takes one more pass over the gradients of this rank. Do
             not combine it with GradScaler, which skips such steps itself.
-        check_in_sync_every: number of steps after which the parameters of all ranks are compared bit by bit,
-            again and again; 0: never. See `mpisgd.check_in_sync`.
+        check_in_sync_every: compare the parameters of all ranks bit by bit after every this many steps; 0:
+            never. See `mpisgd.check_in_sync`.
         share_parameters: keep one copy of the parameters per host, in shared memory; each rank of the host
             updates a part of it. Saves time and memory, but the program must not read gradients: see
             docs/how-to/shared-parameters.md. The parameters must be on the CPU, and take the values of each
@@ -229,8 +229,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """Scale the reduced gradients so that their norm is at most `max_norm`; return the norm before.
 
-        Does what `torch.nn.utils.clip_grad_norm_` does with all parameters of the optimizer. With
-        `share_parameters` and with `Sharded(stage=2)` it is the only way to clip, and collective.
+        Does what `torch.nn.utils.clip_grad_norm_` does with all parameters of the optimizer. Where gradients
+        are divided, with `share_parameters` and with `Sharded`, it is the only way to clip, and collective.
 
         Raises:
             InvalidArgument: found locally, before anything is sent.

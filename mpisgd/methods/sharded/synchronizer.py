@@ -248,6 +248,7 @@ class ShardedSynchronizer(Synchronizer):
         for group in groups:
             group["params"].clear()
         if not self._destination.is_untouched():  # there may be hundreds of them, and each would be asked
+            self._destination.check_own()
             for piece in self._parameters.pieces:
                 piece.grad = self._destination.grad_of(piece)
         if self._offload is not None:  # the optimizer finds nothing left to do
@@ -308,6 +309,7 @@ class ShardedSynchronizer(Synchronizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm of all gradients, of which each rank has its pieces. Collective."""
         self._settle()
+        self._destination.check_own()
         self._states.split(self._present)
         pieces = [self._destination.grad_of(piece) for piece in self._parameters.pieces]
         grads = _values([grad for grad in pieces if grad is not None])

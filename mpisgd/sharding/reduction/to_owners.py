@@ -266,20 +266,26 @@ class ToOwners:
             self.where = self.where.to(GradientPlace.USED)
 
     def check_there(self) -> None:
-        """Raise where what the reduced gradients were is used up, or is with the pieces of another optimizer.
+        """Raise where what the reduced gradients were is used up.
 
         Raises:
-            InvalidArgument: on every rank, whatever it owns.
+            InvalidArgument: on every rank.
         """
-        both = () if self.is_untouched() else zip(self._launcher.params, self._sharded, strict=True)
-        for param, sharded in both:
-            if isinstance(param.grad, ShardedGradient) and param.grad is not sharded:
-                raise InvalidArgument(param.grad.why)
         if self.where is GradientPlace.USED and self.stands_in():
             raise InvalidArgument(
                 "DistributedOptimizer: with Offload a step frees the gradients that it has used. Compute new "
                 "ones, by zero_grad() and backward(), before another step or clip_grad_norm_()"
             )
+
+    def check_own(self) -> None:
+        """Raise where a gradient is with the pieces of another optimizer.
+
+        Raises:
+            InvalidArgument: on every rank, whatever it owns.
+        """
+        for param, sharded in zip(self._launcher.params, self._sharded, strict=True):
+            if isinstance(param.grad, ShardedGradient) and param.grad is not sharded:
+                raise InvalidArgument(param.grad.why)
 
     def is_untouched(self) -> bool:
         """Return whether all gradients are still what the last reduction has left."""
