@@ -34,6 +34,7 @@ from mpisgd.methods.muon.matrix_groups import (
     ADAMW,
     ALGORITHM,
     adamw_settings,
+    add_groups,
     by_algorithm,
     check_algorithms,
     check_rate,
@@ -158,13 +159,8 @@ class Dion(CompressedMomentumOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective; those of a group without an "algorithm" become two groups."""
-        num_groups = len(self.param_groups)
-        try:
-            for group in by_algorithm("Dion", [param_group], DION):
-                super().add_param_group({**self._of_algorithm[group[ALGORITHM]], **group})
-        except BaseException:
-            del self.param_groups[num_groups:]
-            raise
+        groups = by_algorithm("Dion", [param_group], DION)
+        add_groups(self.param_groups, super().add_param_group, groups, self._of_algorithm)
 
     # -- a step -------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@
 Embeddings and heads are matrices, too, and are known by their names only.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -21,6 +21,7 @@ __all__ = [
     "ADAMW",
     "ALGORITHM",
     "adamw_settings",
+    "add_groups",
     "by_algorithm",
     "check_algorithms",
     "check_rate",
@@ -64,6 +65,29 @@ def by_algorithm(kind: str, params: Any, matrices: str, adamw: Iterable[str] = (
             "tied parameters the first name counts"
         )
     return groups
+
+
+def add_groups(
+    param_groups: list[dict[str, Any]],
+    add: Callable[[dict[str, Any]], None],
+    groups: Iterable[Mapping[str, Any]],
+    settings: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Add groups to an optimizer, all or none.
+
+    Args:
+        param_groups: the optimizer's.
+        add: adds one group to them.
+        groups: see `by_algorithm`.
+        settings: by algorithm, those that a group may leave out.
+    """
+    num_groups = len(param_groups)
+    try:
+        for group in groups:
+            add({**settings[group[ALGORITHM]], **group})
+    except BaseException:
+        del param_groups[num_groups:]
+        raise
 
 
 def _groups_of(params: Any) -> list[dict[str, Any]]:

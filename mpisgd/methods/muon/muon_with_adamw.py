@@ -16,6 +16,7 @@ from mpisgd.methods.muon.matrix_groups import (
     ADAMW,
     ALGORITHM,
     adamw_settings,
+    add_groups,
     by_algorithm,
     check_algorithms,
     check_rate,
@@ -93,13 +94,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later; those of a group without an "algorithm" are divided into two groups."""
-        num_groups = len(self.param_groups)
-        try:
-            for group in by_algorithm(type(self).__name__, [param_group], MUON):
-                super().add_param_group({**self._settings[group[ALGORITHM]], **group})
-        except BaseException:
-            del self.param_groups[num_groups:]
-            raise
+        groups = by_algorithm(type(self).__name__, [param_group], MUON)
+        add_groups(self.param_groups, super().add_param_group, groups, self._settings)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state.
