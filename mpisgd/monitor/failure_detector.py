@@ -99,9 +99,12 @@ class FailureDetector:
 
     def _check(self) -> bool:
         """Return whether there is a failure; every wait is ended then."""
+        lost = self._communicator.lost()
+        is_revoked = self._communicator.is_revoked()
+        # Asked last: the revocation that tells why the others are revoked comes before theirs.
         if self._overdue is not None and self._overdue.is_revoked():
             self._end_waits(CollectiveTimeout(self._fault_tolerance.overdue))
-        elif (lost := self._communicator.lost()) or self._communicator.is_revoked():
+        elif lost or is_revoked:
             who = f"{ranks_text(lost)} of the job {'were' if len(lost) > 1 else 'was'} lost"
             found_out = "a rank of the job was lost, as another rank has found out"
             self._end_waits(PeerLost(f"{who}: killed, or out of reach" if lost else found_out))

@@ -166,6 +166,31 @@ train(mpisgd.elastic.State())
     assert "go on from the last commit" not in done.stderr
 
 
+def test_with_fault_tolerance_a_recovery_without_the_others_ends_the_job(job):
+    """Nobody moves MPI's messages but the failure detectors, and every communicator is revoked."""
+    done = job(
+        """
+from mpisgd.job import startup_timeout
+
+startup_timeout.LEAST_S = 2.0
+
+@mpisgd.elastic.run
+def train(state):
+    if rank == 2:
+        current_job().failure_detector._end_waits(mpisgd.PeerLost("for a test"))
+        raise mpisgd.PeerLost("for a test")
+    reading_data()
+
+train(mpisgd.elastic.State())
+        """,
+        3,
+        limit_s=1,
+        options=("--with-ft", "ulfm"),
+    )
+    assert done.returncode == 75
+    assert "rank 2 has been in the agreement of the remaining ranks for 2 s" in done.stderr
+
+
 def test_with_fault_tolerance_an_error_ends_the_job_whatever_the_others_do(job):
     """MPI_Abort does not: its caller would be one more lost rank."""
     done = job(
