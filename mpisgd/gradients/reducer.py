@@ -44,6 +44,7 @@ from mpisgd.gradients.kinds import (
 )
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
+from mpisgd.gradients.parameter_guard import ParameterGuard
 from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered
 from mpisgd.gradients.reduced import ReducedGradients
 from mpisgd.gradients.sparse import reduce_sparse
@@ -99,6 +100,7 @@ class GradientReducer(GradientSync):
         several = len({param.device for param in self.params}) > 1
         self._hooks_lock = threading.Lock() if several else None
         self._plan: Plan | None = None
+        self._guard: ParameterGuard | None = None  # of the parameters as they were when the plan was made
         self._known_sparse: frozenset[int] = frozenset()
         self._sparse_dims: dict[int, int] = {}
         if self._destination.cover(self._launcher) and self.group.size > 1:
@@ -123,6 +125,7 @@ class GradientReducer(GradientSync):
 
     def leave_out(self, indices: Collection[int]) -> None:
         """See `GradientSync`; the next reduction makes a new plan if these are others."""
+        self._guard = self._guard if self._left_out == frozenset(indices) else None
         self._left_out = frozenset(indices)
 
     @property
@@ -270,8 +273,11 @@ class GradientReducer(GradientSync):
                 weight.after(param.grad)
 
     def _still_holds(self, plan: Plan) -> bool:
-        is_in_order = self.compression_state.order == self._planned_order  # else a state was loaded since
-        return is_in_order and plan.covered == self._coverable() and plan.fits(self.params)
+        if self.compression_state.order != self._planned_order:  # a state was loaded since
+            return False
+        if self._guard is not None and self._guard.holds(self.params):
+            return True
+        return plan.covered == self._coverable() and plan.fits(self.params)
 
     def _coverable(self) -> tuple[int, ...]:
         exist = [i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None]
@@ -298,6 +304,7 @@ class GradientReducer(GradientSync):
         ):
             state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
         self._planned_order = state.order
+        self._guard = ParameterGuard(self.params)
         self._known_sparse = self._plan.sparse
         self._destination.follow(self._plan)
         return self._plan
