@@ -140,13 +140,13 @@ class Join:
         for each in participants:
             each.enter(data, self._follow)
             data.names.update({id(param): (each.number, place) for place, param in enumerate(each.params)})
-        windows_of(group).uneven, windows_of(group).inside = data, self._participants.keys()
+        windows_of(group).uneven, windows_of(group).inside = data, frozenset(self._participants)
         data.install()
         self._data = data
 
     def _end(self, data: UnevenData) -> None:
         data.remove()
-        windows_of(data.group).uneven = None
+        windows_of(data.group).uneven, windows_of(data.group).inside = None, ()
         for each in self._participants.values():
             each.leave()
 

@@ -1,6 +1,5 @@
 """`PerHost`: what passes between hosts is compressed, once for each host; on a host gradients stay exact."""
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,9 +86,6 @@ class _Levels(NamedTuple):
     weight: float
 
 
-_levels: "weakref.WeakKeyDictionary[Group, _Levels]" = weakref.WeakKeyDictionary()  # all buckets share them
-
-
 class PerHostReducer(BucketReducer):
     """The working part of `PerHost`.
 
@@ -164,9 +160,10 @@ class PerHostReducer(BucketReducer):
 
 def _levels_of(group: Group) -> _Levels:
     """Return the groups of a group's hosts; they are made at the first bucket. Collective then."""
-    if group not in _levels:
+    if _Levels not in group.made_for:
         where = group.topology
         first = group.ranks[where.nodes[where.node_rank][0]]
         weight = where.local_size * where.num_nodes / group.size
-        _levels[group] = _Levels(open_host_group(group), open_leader_group(group), first, weight)
-    return _levels[group]
+        group.made_for[_Levels] = _Levels(open_host_group(group), open_leader_group(group), first, weight)
+    levels: _Levels = group.made_for[_Levels]
+    return levels
