@@ -1,14 +1,28 @@
-"""What holds for every test: its options, and the `mpi` mark takes only what pytest-mpi understands."""
+"""What holds for every test: its options, and the `mpi` mark takes only what pytest-mpi understands.
+
+The garbage collector rests until all tests are collected: it took half of the time in which torch and the tests
+are imported. What exists then lives as long as the process, and no later collection goes through it.
+"""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mpisgd")
     group.addoption("--threads", type=int, default=0, help="ranks that are threads of this process")
     group.addoption("--threads-seed", type=int, default=0, help="of the schedules")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def check_mpi_mark(item: pytest.Item, mark: pytest.Mark) -> None:
