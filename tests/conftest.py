@@ -1,7 +1,7 @@
 """What holds for every test: its options, and the `mpi` mark takes only what pytest-mpi understands.
 
-The garbage collector rests until all tests are collected: it took half of the time in which torch and the tests
-are imported. What exists then lives as long as the process, and no later collection goes through it.
+The garbage collector rests until all tests are collected: it took half of the time in which torch and the
+tests are imported. What exists then lives as long as the process, and no later collection goes through it.
 """
 
 from __future__ import annotations

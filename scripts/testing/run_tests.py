@@ -180,10 +180,13 @@ def plan(
 
 
 def mpi_stage(size: int, *, long: bool) -> Stage:
-    """The stage of tests/mpi at `size` ranks; `arguments` runs at two ranks alone even so."""
+    """The stage of tests/mpi at `size` ranks; `arguments` runs at two ranks alone even so.
+
+    At one rank, too, the first case of what runs on threads will do: threads run the others on three.
+    """
     left_out = [path for path in LEFT_OUT[size] if not long or (path in FOR_TWO and size > 2)]
     ignored = tuple(f"--ignore={path}" for path in left_out)
-    selected = ("-m", f"{SHORT} and not on_threads") if size > 1 and not long else ()
+    selected = () if long else ("-m", f"{SHORT} and not on_threads")
     paths = ("tests/mpi",) if long else {2: AT_TWO, 4: AT_FOUR}.get(size, ("tests/mpi",))
     return Stage(f"mpi {size}", paths, size, options=(*ignored, *selected))
 
