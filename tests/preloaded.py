@@ -15,6 +15,7 @@ import array
 import contextlib
 import ctypes
 import functools
+import gc
 import marshal
 import os
 import runpy
@@ -30,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil  # noqa: F401
 import torch
 import torch.distributed
+import typer
 
 __all__: list[str] = []
 
@@ -231,10 +234,20 @@ class Server:
             del self._clients[file]
 
 
+def load_typer() -> None:
+    """Run a command, so that what typer loads for the first one is loaded."""
+    app = typer.Typer()
+    app.command()(lambda: None)
+    typer.main.get_command(app).main([], standalone_mode=False)
+
+
 def main(path: str) -> None:
+    load_typer()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.executable = str(Path(path).with_name("python"))  # so that what a program starts is preloaded, too
     own_paths = [place for place in sys.path[1:] if place not in given]
+    gc.collect()
+    gc.freeze()  # else each program's collections go through torch, and copy its memory page by page
     server = Server(path)
     print("ready", flush=True)
     if (job := server.serve()) is not None:
