@@ -1,7 +1,8 @@
 """The tests of tests/mpi, where ranks are on several hosts.
 
 All of them would take minutes for each shape: of those that repeat one body for every dtype and group, a
-part runs here. What concerns a single host, or no other rank at all, is left to one host.
+part runs here. What concerns a single host, or no other rank at all, is left to one host, and so is what is
+refused before anything is sent.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ SELECTION = " or ".join(
         "test_collectives and world and (float32 or bfloat16)",
         "test_algorithms and float32",
         "test_consistency and (shape or root or order or skips or part)",
-        "test_groups and not topology",  # there they are on one host; here test_topology.py has it
+        "test_groups and not (topology or test_dist_groups)",  # here test_topology.py has where ranks are
         "test_objects and world",
         "test_window and (world or mistakes or lock)",
         "test_parameter_server and (1-1-0.9 or push_is_applied or ahead)",
         "test_optimizers and not (the_comparison or instance or overlapped)",
-        "test_shared_parameters and cut and not (every_optimizer or the_bits)",  # into the smallest pieces
+        # into the smallest pieces
+        "test_shared_parameters and cut and not (every_optimizer or the_bits or refused)",
         "(one_bit or zero_one or adasum) and equals_the_simulation",
         "test_horovod_names",
         "test_horovod_process_sets",
@@ -30,12 +32,7 @@ SELECTION = " or ".join(
         "test_horovod_engine",
         "test_horovod_movement",
         "test_horovod_training and test_arguments",
-    ]
-)
-
-# Of torch's own programs, one of each kind.
-TORCH_SELECTION = " or ".join(
-    [
+        # Of torch's own programs, one of each kind.
         "test_dist_messages",
         "test_training_equals_one_process_and_the_state_is_shared_out",
         "test_trains_as_one_process",
@@ -46,6 +43,8 @@ TORCH_SELECTION = " or ".join(
         "test_what_some_ranks_saved_others_load",
     ]
 )
+
+FOLDERS = ("core", "collectives", "job", "optim", "horovod", "torch_backend")
 
 # Each rank is a pytest of its own and writes a log of its own.
 RANK = 'log=$1; shift; exec "$@" >"$log/rank-$OMPI_COMM_WORLD_RANK" 2>&1'
@@ -71,11 +70,5 @@ LONG = pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), pytest.param("1,1,1", marks=LONG), "2,1"])
 def test_what_matters_of_the_suite_passes(hosts, tmp_path):
-    folders = [f"tests/mpi/{folder}" for folder in ("core", "collectives", "job", "optim", "horovod")]
+    folders = [f"tests/mpi/{folder}" for folder in FOLDERS]
     run_tests(hosts, tmp_path, *folders, "-k", SELECTION)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), "2,1"])
-def test_programs_of_torch_run(hosts, tmp_path):
-    run_tests(hosts, tmp_path, "tests/mpi/torch_backend", "-k", TORCH_SELECTION)
