@@ -69,9 +69,12 @@ class BucketLauncher:
     @property
     def overlaps(self) -> bool:
         """Whether buckets are on their way while backward goes on; the same on all ranks."""
+        return self.may_launch_early and self.can_overlap
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether they are where no backward reaches another optimizer; memory that was made for it stays."""
         if self.group.size == 1 or not self.group.queue.threads_allowed:
-            return False
-        if not self.may_launch_early:
             return False
         if self.options.overlap is not None:
             return self.options.overlap

@@ -95,7 +95,7 @@ class BucketRoute:
         slots: list[BucketSlot] = []
         device = self._launcher.params[0].device
         # Whether a GPU sends by itself is not known before the first time.
-        in_flight = 2 if self._launcher.overlaps or on_device(self._launcher.params[0]) else 1
+        in_flight = 2 if self._launcher.can_overlap or on_device(self._launcher.params[0]) else 1
         joined = self._join(buckets)
         sizes = [[self._room_bytes(buckets[place]) for place in places] for places in joined]
         most = max(map(sum, sizes), default=0)

@@ -513,3 +513,19 @@ def test_what_is_in_a_bucket_with_a_sparse_gradient_is_reduced_by_stage_2():
         if not torch.allclose(mine, expected)
     ]
     everyone(not differing, f"{differing}")
+
+
+def test_stage_2_has_memory_for_two_buckets_when_earlier_optimizers_are_gone():
+    # It was made before that was known, for one bucket at a time. From the first backward on two were on
+    # their way, in the same memory: gradients of one arrived as those of the other.
+    options = {"strategy": mpisgd.Sharded(2), "overlap": True, "bucket_cap_bytes": 100}
+    earlier = [adam(layers(), **options) for _ in range(2)]
+    del earlier
+    models = [layers(), layers()]
+    for model, given in zip(models, (options, {}), strict=True):
+        optimizer = adam(model, **given)
+        for step in range(3):
+            train(model, optimizer, step)
+        del optimizer
+    pairs = zip(*map(values, models), strict=True)
+    everyone(all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in pairs), "other gradients")
