@@ -107,7 +107,7 @@ SAID_BY_TWO = tuple(
     for name in (
         *("device_routing", "device_streams", "freed_gradients", "gpu_checks", "graphs", "lost_ranks"),
         *("memory_of_streams", "nccl_groups", "pinned_memory", "several_devices", "sharded_gpu"),
-        *("simulated_device", "syncs"),
+        *("simulated_device", "simulated_nccl", "syncs"),
     )
 )
 

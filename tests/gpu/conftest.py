@@ -143,6 +143,20 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
+def staged() -> Iterator[None]:
+    """The world's tensors travel through host memory during one test, whatever MPISGD_GPU is."""
+    import mpisgd
+    from mpisgd.job.lifecycle import current_job, world
+
+    before, current_job().gpu = current_job().gpu, "mpi"
+    closing(world())
+    yield
+    current_job().gpu = before
+    closing(world())
+    mpisgd.all_reduce(torch.zeros(1, device=DEVICE))
+
+
+@pytest.fixture
 def idle_world(request: pytest.FixtureRequest) -> None:
     """The world has nothing open for tensors on a device, which a test of lost ranks would break."""
     from mpisgd.job.lifecycle import world

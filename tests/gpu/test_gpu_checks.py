@@ -256,8 +256,11 @@ def test_contexts_are_not_looked_for_where_none_can_be_seen(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_check_fails_with_its_fault(gpu, name, monkeypatch):
+def test_a_check_fails_with_its_fault(gpu, name, request, monkeypatch):
     mutation = MUTATIONS[name]
+    if mutation.by == "mpi":
+        request.getfixturevalue("staged")
+        mpisgd.all_reduce(gpu.zeros(1))
     if mpisgd.size() < mutation.min_size or (mutation.by is not None and not is_by(mutation.by)):
         pytest.skip("shows on more ranks, or by another transport")
     if mutation.owner is SimulatedWork and not IS_SIMULATED:
