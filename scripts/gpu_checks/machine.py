@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import mpisgd
 from mpisgd.tools.cli.collect_env import mpi_info, rank_info, settings
 
-__all__ = ["commit", "facts"]
+__all__ = ["commit", "facts", "without_builder"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = ("host", "own_gpu", "affinity", "rank", "node", "launched", "planes")
@@ -25,6 +26,7 @@ def facts(*, simulated: bool) -> dict[str, Any]:
     mpisgd.init()
     known = dataclasses.asdict(rank_info(before, mpi_info()))
     known["mpi"]["libmpi"] = Path(known["mpi"]["libmpi"]).name
+    known["mpi"]["library"] = without_builder(known["mpi"]["library"])
     return {
         **{name: value for name, value in known.items() if name not in PRIVATE},
         "num_gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -34,6 +36,11 @@ def facts(*, simulated: bool) -> dict[str, Any]:
         "driver": _driver(),
         "simulated": simulated,
     }
+
+
+def without_builder(library: str) -> str:
+    """What an MPI library says of itself, but for the user and the host that Open MPI was built by."""
+    return re.sub(r", package: [^,]*", "", library)
 
 
 def _gpus() -> list[dict[str, Any]]:

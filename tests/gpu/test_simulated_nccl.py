@@ -1,4 +1,4 @@
-"""The simulated NCCL does what torch's does: its operations begin at their place in a stream, and end later."""
+"""The simulated NCCL does what torch's does: an operation begins at its place in a stream, and ends later."""
 
 from __future__ import annotations
 

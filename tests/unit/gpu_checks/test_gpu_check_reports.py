@@ -13,6 +13,7 @@ from gpu_checks.benches import BENCHES
 from gpu_checks.catalog import CHECKS, MPI, NCCL, Setting, planned, settings
 from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding, joined
 from gpu_checks.jobs import launch, tail
+from gpu_checks.machine import without_builder
 from gpu_checks.main import NAMES, SUITE, Run, parse, without_output
 from gpu_checks.report import Report, Result
 
@@ -76,6 +77,12 @@ def test_what_the_limit_of_all_has_cut_off_is_left_out(tmp_path, monkeypatch):
 def test_a_report_names_no_folder_of_the_user():
     words = ["--simulated", "--output", "/home/me/out", "--quick", "--output=/home/me", "--limit", "9"]
     assert without_output(words) == ["--simulated", "--quick", "--limit", "9"]
+
+
+def test_a_report_does_not_name_who_built_the_mpi():
+    said = "Open MPI v5.0.11, package: Open MPI me@my.host Distribution, ident: 5.0.11, Sep 16, 2026"
+    assert without_builder(said) == "Open MPI v5.0.11, ident: 5.0.11, Sep 16, 2026"
+    assert without_builder("MPICH Version: 4.2.3") == "MPICH Version: 4.2.3"
 
 
 # -- how a job ends -------------------------------------------------------------------------------------
