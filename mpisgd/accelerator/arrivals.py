@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import on_host
+from mpisgd.accelerator.own_streams import OwnStreams
 from mpisgd.accelerator.runtime import on_device, runtime
 
 __all__ = ["AHEAD_BYTES", "arriving"]
@@ -19,16 +20,20 @@ __all__ = ["AHEAD_BYTES", "arriving"]
 AHEAD_BYTES = 64 * 2**20  # that are copied, at most, before the host asks for them
 
 
-def arriving(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def arriving(tensors: Iterable[Tensor], streams: OwnStreams) -> Iterator[Tensor]:
     """Yield tensors in their order, each as soon as the host can read it: itself, or a copy in pinned memory.
 
     What was queued on the current stream before comes before the copies, which have a stream of their own.
+
+    Args:
+        tensors: that exist already, and stay until the last one was yielded.
+        streams: where that of each device is kept.
     """
-    streams: dict[torch.device, torch.cuda.Stream] = {}
+    begun: dict[torch.device, torch.cuda.Stream] = {}
     under_way: deque[tuple[Tensor, Any]] = deque()
     num_bytes = 0
     for tensor in tensors:
-        under_way.append(_begin(tensor, streams))
+        under_way.append(_begin(tensor, begun, streams))
         num_bytes += tensor.nbytes
         while under_way and num_bytes > AHEAD_BYTES:
             num_bytes -= under_way[0][0].nbytes
@@ -37,17 +42,19 @@ def arriving(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         yield _arrived(*under_way.popleft())
 
 
-def _begin(tensor: Tensor, streams: dict[torch.device, torch.cuda.Stream]) -> tuple[Tensor, Any]:
+def _begin(
+    tensor: Tensor, begun: dict[torch.device, torch.cuda.Stream], streams: OwnStreams
+) -> tuple[Tensor, Any]:
     """Begin to copy a tensor; return the copy, and the event when it is complete."""
     if not on_device(tensor) or tensor.is_sparse:
         return on_host(tensor), None
-    if tensor.device not in streams:
-        streams[tensor.device] = runtime().new_stream(tensor.device)
-        streams[tensor.device].wait_event(runtime().current_stream(tensor.device).record_event())
+    if tensor.device not in begun:
+        begun[tensor.device] = streams.get("arrivals", tensor.device)
+        begun[tensor.device].wait_event(runtime().current_stream(tensor.device).record_event())
     there = runtime().pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
-    with runtime().on(streams[tensor.device]):
+    with runtime().on(begun[tensor.device]):
         runtime().copy(there, tensor.detach())
-    return there, streams[tensor.device].record_event()
+    return there, begun[tensor.device].record_event()
 
 
 def _arrived(there: Tensor, event: Any) -> Tensor:

@@ -310,7 +310,8 @@ class DividedParameters:
     def hand_over(self, receiver: Receiver) -> None:
         """See `Pieces`; one after the other as the gradients come from a device."""
         found = [(piece, piece.grad) for piece in self.pieces if piece.grad is not None]
-        for (piece, _), grad in zip(found, arriving([grad for _, grad in found]), strict=True):
+        grads = arriving([grad for _, grad in found], self._group.streams)
+        for (piece, _), grad in zip(found, grads, strict=True):
             receiver.received(piece, grad)
         receiver.finish()
 
