@@ -119,6 +119,8 @@ class World(NamedTuple):
         sum: of a tensor of some ranks, in float32 at least; the order of the additions is the caller's.
         draw: random numbers of the n-th reduction, of all ranks, or of one by its place among `ranks`.
         optimizer: x of a rank after a step of the wrapped optimizer with g, as `optimizer(rank, x, g)`.
+        average_state: lets what the wrapped optimizers of some ranks keep of each element become its mean,
+            given what each rank counts; of a parameter that a rank has not stepped with yet it keeps zeros.
         wire: the compressor's paper, by which a mean travels; without compression it is exact.
     """
 
@@ -130,6 +132,7 @@ class World(NamedTuple):
     sum: Callable[[Mapping[int, Tensor]], Tensor]
     draw: Callable[[int, int | None], Draws]
     optimizer: Callable[[int, Vec, Vec], Vec]
+    average_state: Callable[[Mapping[int, float]], None]
     wire: "Paper[Any]"
 
 

@@ -70,14 +70,14 @@ def state_bytes(
     return [sum(_nbytes(value) for value in twin.state.get(blank, {}).values()) for blank in blanks]
 
 
-def works_of(optimizer: OptimizerLike, params: list[Tensor]) -> list[float | None]:
+def works_of(optimizer: OptimizerLike | None, params: list[Tensor]) -> list[float | None]:
     """Return what an update of each of `params` as a whole takes, None where that is not known.
 
     Args:
-        optimizer: see `state_bytes`.
+        optimizer: see `state_bytes`; None: nobody knows yet.
         params: all of them.
     """
-    if not params or not (_declares(optimizer) or is_muon(_kind_of(optimizer))):
+    if optimizer is None or not params or not (_declares(optimizer) or is_muon(_kind_of(optimizer))):
         return [None] * len(params)
     blanks = [_blank(param, param.dtype) for param in params]
     twin = _twin(optimizer, params, blanks)
@@ -311,7 +311,7 @@ def _sizes(model: torch.nn.Module | Sequence[Tensor], state: "_State", cap_bytes
     params = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
     buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
     trained = [param for param in params if param.requires_grad]
-    works = state.works_of(trained)
+    works = works_of(state.optimizer, trained)
     each = zip(trained, state.bytes_of(trained), works, strict=True)
     parameters = [parameter(i, p.shape, p.itemsize, kept, work) for i, (p, kept, work) in enumerate(each)]
     return sizes_of(
@@ -372,7 +372,3 @@ class _State:
     def declares_work(self) -> bool:
         """Whether the optimizer says what it updates as a whole, and ranks own parts of the rest."""
         return self.optimizer is not None and _declares(self.optimizer)
-
-    def works_of(self, params: Sequence[Tensor]) -> list[float | None]:
-        """Return what an update of each parameter as a whole takes, None where that is not known."""
-        return [None] * len(params) if self.optimizer is None else works_of(self.optimizer, list(params))

@@ -17,6 +17,8 @@ def cost(method: Gossip, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
         yield from kept(sizes)
         yield Alloc("strategy", _copies(method) * sizes.nbytes)
         return
+    if step == 1 and method.consensus_step is not None:
+        yield from _first_copies(method, sizes)
     yield from unsent_step(sizes)
     if method.style == "asynchronous":
         yield Move(6 * sizes.nbytes, "exchange with the model")
@@ -54,6 +56,15 @@ def _mix(method: Gossip, sizes: Sizes, world: World, number: int) -> Iterator[Op
     yield Free("strategy", fresh)
 
 
+def _first_copies(method: Gossip, sizes: Sizes) -> Iterator[Op]:
+    """Yield the exchange of what changes are counted from: whole, and in float32 at least."""
+    yield Check()
+    for bucket in sizes.packed:
+        nbytes = bucket.numel * max(4, bucket.itemsize)
+        yield Collective("exchange", nbytes, graph=method.graph)
+    yield Wait()
+
+
 def _mix_messages(method: Gossip, sizes: Sizes, world: World, number: int) -> Iterator[Op]:
     """Yield CHOCO-SGD's exchange of compressed changes."""
     yield Alloc("strategy", 2 * sizes.nbytes)
@@ -70,4 +81,7 @@ def cycle(method: Gossip, world: World) -> Cycle:
     """Return the steps in which each phase of the graph comes once."""
     if method.style == "asynchronous":
         return Cycle(0, method.every)
-    return Cycle(0, method.every * (method.graph.num_phases(world.size) or MOST_PHASES))
+    return Cycle(
+        0 if method.consensus_step is None else 1,
+        method.every * (method.graph.num_phases(world.size) or MOST_PHASES),
+    )

@@ -149,16 +149,15 @@ class LocalSGD(Strategy):
         """Return the working part, which averages the parameters. Collective."""
         return LocalSGDSynchronizer(training, self)
 
-    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:
         """See `Strategy`."""
-        if self.average_state:
-            return super().paper(size, lengths)
         return paper.LocalSGD(
             H=self.period,
             H_host=(self.hierarchy or {}).get("host", 0),
             warmup=self.warmup_steps,
             growth=self.growth,
             H_max=math.inf if self.max_sync_every is None else self.max_sync_every,
+            averages_state=self.average_state,
         )
 
 

@@ -12,7 +12,11 @@ Where ranks have unequal numbers n_i of examples between two means, it is that o
 (n_1 + ... + n_p): McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized
 Data", algorithm 1.
 
-What travels are changes from the last mean y: x_i <- y <- y + mean of (x_j - y), or of C(x_j - y).
+What travels are changes from the last mean y: x_i <- y <- y + mean of (x_j - y), or of C(x_j - y). The x of a
+rank that is alone is that mean.
+
+What the optimizer keeps stays each rank's own, or becomes the mean where x_i does: Yu, Jin and Yang 2019, "On
+the Linear Speedup Analysis of Communication Efficient Momentum SGD", algorithm 1.
 """
 
 import math
@@ -47,12 +51,12 @@ class LocalSGD(Paper[State]):
     warmup: int = 0
     growth: float = 1.0
     H_max: float = math.inf
+    averages_state: bool = False
 
     def start(self, x: dict[int, Vec], w: World) -> State:
         """See `Paper`."""
-        return State(
-            0, self.H, dict.fromkeys(w.ranks, 0), x[w.ranks[0]], w.wire.start(x, w), w.wire.start(x, w)
-        )
+        wire = w.wire.start(x, w)
+        return State(H=self.H, y=x[w.ranks[0]], wire=wire, warmup=wire)
 
     def reduce(self, s: State, g: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
@@ -63,17 +67,23 @@ class LocalSGD(Paper[State]):
 
     def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
+        if w.step <= self.warmup or len(w.ranks) == 1:
+            s = replace(s, y=x[w.ranks[0]])
         if w.step <= self.warmup:
-            return replace(s, y=x[w.ranks[0]]), x
-        since, n = s.since + 1, {i: s.n.get(i, 0) + w.weight[i] for i in w.ranks}
-        if since < s.H:
-            of_hosts = w.hosts if self.H_host and since % self.H_host == 0 else ()
-            means = {i: mean({j: x[j] for j in host}, w) for host in of_hosts for i in host}
-            return replace(s, since=since, n=n), {**x, **means}
-        changes = weighted({i: x[i] - s.y for i in w.ranks}, n)
-        kept, change = w.wire.reduce(s.wire, changes, evenly(w))
-        y = s.y + change[w.ranks[0]]
-        H = min(math.ceil(s.H * self.growth), max(self.H_max, self.H))
-        return replace(s, since=0, n=dict.fromkeys(w.ranks, 0), H=int(H), y=y, wire=kept), dict.fromkeys(
-            w.ranks, y
-        )
+            return s, x
+        s = replace(s, since=s.since + 1, n={i: s.n.get(i, 0) + w.weight[i] for i in w.ranks})
+        if s.since == s.H:
+            return self._mean_of_all(s, x, w)
+        for host in w.hosts if self.H_host and s.since % self.H_host == 0 else ():
+            x = {**x, **dict.fromkeys(host, mean({i: x[i] for i in host}, w))}
+            if self.averages_state:
+                w.average_state(dict.fromkeys(host, 1))
+        return s, x
+
+    def _mean_of_all(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
+        changes = weighted({i: x[i] - s.y for i in w.ranks}, s.n)
+        wire, change = w.wire.reduce(s.wire, changes, evenly(w))
+        if self.averages_state:
+            w.average_state(s.n)
+        y, H = s.y + change[w.ranks[0]], min(math.ceil(s.H * self.growth), max(self.H_max, self.H))
+        return State(H=int(H), y=y, wire=wire, warmup=s.warmup), dict.fromkeys(w.ranks, y)

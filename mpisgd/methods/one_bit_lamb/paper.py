@@ -1,19 +1,18 @@
 """1-bit LAMB: LAMB for T steps, then its momentum by one bit per element, and factors for trust ratios.
 
 Li, Awan, Tang, Rajbhandari and He 2021, "1-bit LAMB", algorithm 1; LAMB: You et al. 2020. For each parameter
-x by itself, with s(v) = sqrt(v) + eps:
+x by itself, with s(v) = sqrt(v) + eps and d = m / s(v), u = d + decay x:
 
-    t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2;   f = v
-              u = m / s(v) + decay x;   k = |x| / |u|, within c_limits; 1 where one of them is 0
-              a <- b3 a + (1 - b3) k, at first k
+    t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2;   f = v;   r = 1
+              c = |x| / |u|, within c_limits; 1 where one of them is 0;   k = c
+              a <- b3 a + (1 - b3) c, at first c
     t > T:    n = average of b1 m + (1 - b1) g_i       by `w.wire`: the 1-bit average with two errors
-              f <- b2 f + (1 - b2) ((n - b1 m) / (1 - b1))^2;   m <- n;   u = m / s(v) + decay x
-              h = |m / s(v)| / |u|, at most 1;   r <- h (max of s(v) / s(f)) + 1 - h, within r_limits,
-                  and within 1 - q and 1 + q times the last r, at first 1;   k = r a
+              f <- b2 f + (1 - b2) ((n - b1 m) / (1 - b1))^2;   m <- n
+              r <- h (max of s(v) / s(f)) + 1 - h, within r_limits, and 1 - q and 1 + q times r;   k = r a
     always:   x <- x - lr k u
 
-lr is a function of t. The paper has no h, the share of the momentum in the update; without decay it is 1.
-Where v is 0 so is n: there was no gradient, and what comes is noise of the compression.
+lr is a function of t. The paper has no h = |d| / |u|, at most 1: without decay it is 1. Where v is 0 so is n:
+there was no gradient, and what comes is noise of the compression.
 """
 
 from dataclasses import dataclass, replace
@@ -53,28 +52,27 @@ class OneBitLamb(CompressedMomentum[State]):
     ) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
         y, m, s = x[w.ranks[0]], s.m, self.moments(s, g, w)
-        step = s.m / s.v.each(self._s)
-        u = step + self.decay * y.only(s.m)
+        d = s.m / s.v.each(self._s)
+        u = d + self.decay * y.only(s.m)
         if w.step <= self.T:
-            k = Vec({name: ratio(y[name], u[name]).clamp(*self.c_limits) for name in u})
-            s = replace(s, f=s.v, a=self.b3 * s.a + (1 - self.b3) * k if s.a else k)
+            k = Vec({name: self._c(y[name], u[name]) for name in u})
+            a = self.b3 * s.a + (1 - self.b3) * k if s.a else k
+            s = replace(s, f=s.v, a=a, r=k.each(torch.ones_like))
         else:
             fresh = (s.m - self.b1 * m) / (1 - self.b1)
             s = replace(s, f=self.b2 * s.f + (1 - self.b2) * (fresh * fresh))
-            s = replace(s, r=Vec({name: self._r(s, name, ratio(step[name], u[name])) for name in u}))
+            s = replace(s, r=Vec({name: self._r(s, d[name], u[name], name) for name in u}))
             k = s.r * s.a
         return s, dict.fromkeys(w.ranks, y - self.lr(w.step) * (k * u))
 
     def _s(self, v: Tensor) -> Tensor:
         return v.sqrt() + self.eps
 
-    def _r(self, s: State, name: str, h: Tensor) -> Tensor:
-        most, h = (self._s(s.v[name]) / self._s(s.f[name])).max(), h.clamp(max=1.0)
-        last = s.r.get(name, torch.ones_like(most))
-        r = (h * most + 1 - h).clamp(*self.r_limits)
-        return r.clamp(last * (1 - self.q), last * (1 + self.q))
+    def _c(self, x: Tensor, u: Tensor) -> Tensor:
+        c = (x.norm() / u.norm()).clamp(*self.c_limits)
+        return c if x.any() and u.any() else torch.ones_like(c)
 
-
-def ratio(a: Tensor, b: Tensor) -> Tensor:
-    """Return |a| / |b|; 1 where one of them is 0."""
-    return a.norm() / b.norm() if a.any() and b.any() else torch.ones_like(a.norm())
+    def _r(self, s: State, d: Tensor, u: Tensor, name: str) -> Tensor:
+        h: Tensor = (d.norm() / u.norm()).nan_to_num(1.0).clamp(max=1.0)
+        r = h * (self._s(s.v[name]) / self._s(s.f[name])).max() + 1 - h
+        return r.clamp(*self.r_limits).clamp(s.r[name] * (1 - self.q), s.r[name] * (1 + self.q))

@@ -29,6 +29,10 @@ def cost(method: ParameterServer, sizes: Sizes, world: World, step: int) -> Iter
         # Two versions of this rank's shard; of those on other hosts the one that is being made.
         yield Alloc("strategy", 2 * shard + (version if world.hosts > 1 else 0))
         return
+    if step == 1:  # the first rank writes what all begin with, into a copy that it has read; and all read it
+        yield Collective("access", 2 * version // world.size)
+        yield Collective("access", version)
+        yield Wait()
     yield from trained(sizes)
     yield Alloc("strategy", sizes.nbytes)  # gradients as they count
     accrued, one = (sizes.nbytes, sizes.largest_bytes) if method.push_every > 1 else (0, 0)
@@ -52,4 +56,4 @@ def cycle(method: ParameterServer, world: World) -> Cycle:
     """Return the steps in which a rank pushes, and pulls."""
     if method.mode == "sync":
         return Cycle(world.wire.warmup_steps)
-    return Cycle(0, math.lcm(method.push_every, method.pull_every or 1))
+    return Cycle(1, math.lcm(method.push_every, method.pull_every or 1))

@@ -19,6 +19,7 @@ from mpisgd.methods.strategy.training import Training
 __all__ = [
     "OPTIONS",
     "SITUATIONS",
+    "UNDECLARED",
     "Answer",
     "Compressions",
     "GoesWith",
@@ -188,6 +189,23 @@ class GoesWith:
         """Return the answer to an option or a situation."""
         answer: Answer = getattr(self, name)
         return answer
+
+
+def _is_declared(sent: Sent) -> str:
+    return NOT_DECLARED.words if sent.is_changed else ""
+
+
+NOT_DECLARED = no("its goes_with does not declare it")
+# Of a strategy that says nothing: its working part may leave out whatever is asked for.
+UNDECLARED = GoesWith(
+    compression=Compressions("no", (_is_declared,)),
+    op=NOT_DECLARED,
+    gradient_predivide_factor=NOT_DECLARED,
+    error_if_nonfinite=NOT_DECLARED,
+    check_in_sync_every=NOT_DECLARED,
+    named_buffers=NOT_DECLARED,
+    share_parameters=NOT_DECLARED,
+)
 
 
 def averages_by_itself(optimizer: object) -> bool:

@@ -29,7 +29,7 @@ from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.method_state import mean_of
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import StepExamples
-from mpisgd.methods.strategy.goes_with import GoesWith
+from mpisgd.methods.strategy.goes_with import UNDECLARED, GoesWith
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
@@ -263,8 +263,11 @@ class Strategy(abc.ABC):
 
     @property
     def goes_with(self) -> GoesWith:
-        """The options it can be combined with; others raise an error before `check` is called."""
-        return GoesWith()
+        """The options it can be combined with; others raise an error before `check` is called.
+
+        By default none that change what a strategy has to do: `op`, `compression`, `named_buffers` and so on.
+        """
+        return UNDECLARED
 
     def check(self, training: Training) -> None:
         """Raise if the strategy cannot train these parameters with these ranks; before anything is sent.

@@ -36,6 +36,7 @@ from mpisgd.gradients.fusion_buffer import laid_out
 from mpisgd.method_state import LOST, OWNER, REBUILD
 from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World, evenly, weighted
 from mpisgd.methods.synchronous.paper import Synchronous
+from mpisgd.tools.verification.average_states import average_states
 from mpisgd.tools.verification.draws import BucketDraws, Layout
 
 __all__ = [
@@ -290,6 +291,7 @@ class PaperRun:
             sum=self._sum,
             draw=partial(draw, layout),
             optimizer=self._optimized,
+            average_state=partial(average_states, self._params, self._optimizers, self._sum),
             wire=wire,
         )
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import mpisgd
 from mpisgd.method_state import OWNER
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.tools.verification.draws import Layout
@@ -28,14 +27,13 @@ from mpisgd.tools.verification.programs.training import Training, initial_groups
 
 __all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "paper_among"]
 
-SYNCHRONOUS = (mpisgd.Synchronous, mpisgd.Sharded, mpisgd.ParameterServer)
 OPTIONS = ("strategy", "compression", "op")
 
 
 def averages_gradients(optimizer: Optimizer) -> bool:
     """Return whether all ranks step with the same gradients, and at the same time."""
-    strategy = arguments_of(optimizer).get("strategy", mpisgd.Synchronous())
-    return isinstance(strategy, SYNCHRONOUS) and strategy.goes_with.repeats.goes
+    goes_with = optimizer.strategy.goes_with
+    return goes_with.op.goes and goes_with.repeats.goes
 
 
 def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -98,9 +96,9 @@ class ByPaper:
         self._all = [Training(program, [each], weight) for each in range(program.ranks)]
         self._changes: list[events.Clip | events.SetGradient] = []  # of the reduced gradients
         self._apart: dict[int, Any] = {}  # by optimizer, the state from before a rank went on alone
-        strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
-        self._is_local = not averages_gradients(program.optimizers[0])
-        self._mixes_first = getattr(strategy, "style", "") == "combine_then_adapt"
+        first = program.optimizers[0]
+        self._is_local = not averages_gradients(first)
+        self._mixes_first = getattr(first.strategy, "style", "") == "combine_then_adapt"
         self._begin()
 
     def _begin(self) -> None:
@@ -327,6 +325,12 @@ class _Stepping:
         params = self._training.params_of(self._place)
         if not self.rests or any(param.grad is not None for param in params):
             self._training.step(self.event, [self._place])
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """What the optimizer keeps, by parameter."""
+        state: dict[Tensor, Any] = self._training.optimizers[self._place].state
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the training keeps its state."""

@@ -99,6 +99,12 @@ class Optimizer:
         return dict(self.options).get(name, default)
 
     @property
+    def strategy(self) -> mpisgd.Strategy:
+        """What `DistributedOptimizer` is asked for."""
+        found: mpisgd.Strategy = evaluated(self.option("strategy", "mpisgd.Synchronous()"))
+        return found
+
+    @property
     def kind(self) -> Any:
         """The class."""
         return getattr(torch.optim, self.name, None) or getattr(mpisgd, self.name)
@@ -346,9 +352,7 @@ class Program:
     @property
     def says_examples(self) -> bool:
         """Whether ranks say how many examples they have: not where means count steps outside, too."""
-        strategies = [optimizer.option("strategy") for optimizer in self.optimizers]
-        averages_models = any(name in each for each in strategies for name in ("LocalSGD", "DiLoCo"))
-        return not averages_models and not any(optimizer.sums for optimizer in self.optimizers)
+        return all(each.strategy.goes_with.op.goes and not each.sums for each in self.optimizers)
 
     @property
     def loses(self) -> bool:

@@ -24,7 +24,6 @@ __all__ = ["all_at_once", "ranks_agree", "same_bits", "variants"]
 # Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value differs.
 # It does the same to all state of parameters that were converted before.
 CAST_STATE = ("NAdam",)
-APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
 # What they draw, whose chunk it is in, or how a product of gradients is rounded, depends on the order in
 # which a backward has computed gradients, and that of a joint loss computes them in another one.
 BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step", "Adasum")
@@ -35,9 +34,7 @@ def ranks_agree(program: Program) -> bool:
     """Return whether all ranks have the same parameters after every event."""
     if any(optimizer.name == MEETS_RARELY for optimizer in program.optimizers):
         return False
-    strategies = [optimizer.option("strategy") for optimizer in program.optimizers]
-    own = any(strategy and not strategy.startswith("mpisgd.") for strategy in strategies)
-    return not own and not any(name in strategy for strategy in strategies for name in APART)
+    return all(optimizer.strategy.goes_with.check_in_sync_every.goes for optimizer in program.optimizers)
 
 
 def same_bits(program: Program) -> bool:
