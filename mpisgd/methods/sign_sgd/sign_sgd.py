@@ -126,9 +126,9 @@ class _VoteReducer(_SignReducer):
     def _count(self, votes: Tensor, chunk: int) -> Tensor:
         """Return what the owner of a chunk tells everyone."""
         size = len(votes)
-        total = torch.zeros(chunk, device=votes.device)
+        total = torch.zeros(chunk, dtype=torch.int32, device=votes.device)
         for row in votes:
-            total += unpack_signs(row[:-1], chunk, total.dtype)
+            total += unpack_signs(row[:-1], chunk, torch.int8)
         codes = (total > 0).to(torch.uint8)
         if size % 2 == 0:
             codes += total >= 0

@@ -163,6 +163,28 @@ class _Notes(mpisgd.Synchronizer):
         self.called.append(("extend", len(named)))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": "SUM"},
+        {"compression": mpisgd.Compression.fp16},
+        {"compression": mpisgd.compress.TopK(0.5)},
+        {"gradient_predivide_factor": 2.0},
+        {"error_if_nonfinite": True},
+        {"check_in_sync_every": 2},
+        {"named_buffers": [("running", torch.zeros(2))]},
+        {"share_parameters": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_strategy_that_declares_nothing_goes_with_no_option(options):
+    """It would leave out what it was asked for, and say nothing."""
+    sgd = torch.optim.SGD(fresh_model().parameters(), lr=0.1)
+    with raises_everywhere(InvalidArgument) as caught:
+        mpisgd.DistributedOptimizer(sgd, strategy=Noting(), **options)
+    everyone("its goes_with does not declare it" in caught.text, caught.text)
+
+
 def test_a_synchronizer_is_called_at_its_moments():
     model, later = fresh_model(), torch.nn.Linear(2, 2)
     optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy=Noting())
