@@ -65,7 +65,7 @@ class SignSGD(Compressor):
         Votes go to owners of chunks and the outcome to all ranks; or all signs to all.
         """
         if self.majority_vote:
-            return Coding(collectives=("all_to_all", "all_gather"), element_s=5e-9, copies=0.75)
+            return Coding(collectives=("all_to_all", "all_gather"), element_s=5e-9, copies=0.5, of_chunk=0.25)
         return Coding(element_s=5e-9, copies=2.0)
 
     def paper(self) -> Paper[Any]:
@@ -126,9 +126,9 @@ class _VoteReducer(_SignReducer):
     def _count(self, votes: Tensor, chunk: int) -> Tensor:
         """Return what the owner of a chunk tells everyone."""
         size = len(votes)
-        total = torch.zeros(chunk, dtype=torch.int32, device=votes.device)
+        total = torch.zeros(chunk, dtype=torch.int16 if size < 2**15 else torch.int32, device=votes.device)
         for row in votes:
-            total += unpack_signs(row[:-1], chunk, torch.int8)
+            total += unpack_signs(row[:-1], chunk, total.dtype)
         codes = (total > 0).to(torch.uint8)
         if size % 2 == 0:
             codes += total >= 0
@@ -148,8 +148,8 @@ def _num_bits(size: int) -> int:
 def _outcome(everyone: Tensor, chunk: int, size: int) -> Tensor:
     """Return -1, 0 or 1 for each element."""
     bits = _num_bits(size)
-    codes = torch.cat([unpack(row[:-1], bits, chunk) for row in everyone]).to(torch.int8)
-    return 2 * codes - 1 if bits == 1 else codes - 1
+    codes = torch.cat([unpack(row[:-1], bits, chunk) for row in everyone]).view(torch.int8)
+    return codes.mul_(2).sub_(1) if bits == 1 else codes.sub_(1)
 
 
 class _MeanReducer(_SignReducer):
