@@ -10,6 +10,7 @@ A marker is an HTML comment on the line before a block; several are separated by
     <!-- ranks: 4 -->                           of a block of Python; 2 without it
     <!-- rank 0 -->                             a block of Python that rank 0 alone runs
     <!-- test: NAME -->                         another test takes the block, too
+    <!-- saved: NAME -->                        it is saved, too, for the commands of the page
 
 `<!-- setup`, lines of Python and `-->` before a block run before it, and are not shown. A block with a title
 is saved under it, and run by the commands that name it.
@@ -35,6 +36,7 @@ MARKERS = {
     "ranks",
     "rank 0",
     "test",
+    "saved",
 }
 # Languages of blocks that show something else than code to run.
 SHOWN = {"text", "json", "yaml", "console", "html"}

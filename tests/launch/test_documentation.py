@@ -118,9 +118,9 @@ def page_folder(folder: Path, on_page: list[Block]) -> Path:
     (folder / "hosts").write_text("localhost slots=16\n")
     for name in ("train.py", "program.py"):
         (folder / name).write_text(YOUR_PROGRAM)
-    for block in on_page:
-        if block.title:
-            (folder / block.title).write_text(block.text)
+    for block in (*BY_PAGE["docs/how-to/plan.md"], *on_page):
+        if name := block.title or block.markers.get("saved"):
+            (folder / name).write_text(block.text)
     return folder
 
 
@@ -143,6 +143,8 @@ def run_commands(chosen: list[Block], folder: Path) -> None:
         text = text.replace(
             "./scripts/faults", f"PYTHONPATH={ROOT}:{ROOT}/scripts:{ROOT}/scripts/testing {faults}"
         )
+        fuzz = f"PYTHONPATH={folder}:{ROOT}:{ROOT}/scripts python -m fuzzing.main"
+        text = text.replace("./scripts/fuzz", fuzz)
         done = progress.run(["bash", "-euo", "pipefail", "-c", text], env=environment, cwd=folder)
         expected = int(block.markers.get("exit code", 0))
         assert done.returncode == expected, f"{block.where}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

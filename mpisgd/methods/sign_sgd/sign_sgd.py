@@ -65,7 +65,7 @@ class SignSGD(Compressor):
         Votes go to owners of chunks and the outcome to all ranks; or all signs to all.
         """
         if self.majority_vote:
-            return Coding(collectives=("all_to_all", "all_gather"), element_s=5e-9, copies=0.5, of_chunk=0.25)
+            return Coding(collectives=("all_to_all", "all_gather"), element_s=5e-9, copies=0.2, of_chunk=0.6)
         return Coding(element_s=5e-9, copies=2.0)
 
     def paper(self) -> Paper[Any]:
@@ -148,8 +148,10 @@ def _num_bits(size: int) -> int:
 def _outcome(everyone: Tensor, chunk: int, size: int) -> Tensor:
     """Return -1, 0 or 1 for each element."""
     bits = _num_bits(size)
-    codes = torch.cat([unpack(row[:-1], bits, chunk) for row in everyone]).view(torch.int8)
-    return codes.mul_(2).sub_(1) if bits == 1 else codes.sub_(1)
+    codes = torch.empty(size, chunk, dtype=torch.int8, device=everyone.device)
+    for row, counted in zip(codes, everyone, strict=True):
+        row.copy_(unpack(counted[:-1], bits, chunk))
+    return (codes.mul_(2).sub_(1) if bits == 1 else codes.sub_(1)).view(-1)
 
 
 class _MeanReducer(_SignReducer):

@@ -26,8 +26,8 @@ SEEDS = range(25)
 
 @pytest.fixture
 def page(monkeypatch):
-    """What the page defines, as a module: without its training."""
-    block = PAGE.read_text().partition("<!-- test: state -->\n```python\n")[2].partition("mpisgd.init()")[0]
+    """What the page defines, as a module."""
+    block = PAGE.read_text().partition("<!-- test: state -->\n```python\n")[2].partition("```")[0]
     module = types.ModuleType("extending_page")
     monkeypatch.setitem(sys.modules, "extending_page", module)  # dataclasses look there
     exec(compile(block, PAGE.name, "exec"), module.__dict__)
