@@ -428,7 +428,7 @@ class LayoutCase(Case):
     def said_peak(self) -> Range:
         """Of what is there for a moment nothing is said: gradients of activations, and what all-reduces make.
 
-        All gradients of weights are said to be there all the time, and come one after the other: so found is at
+        All gradients of weights are said to be there all the time, and come one after the other: found is at
         most one activation of the whole batch more (0.7 to 0.95 of it on 2 to 4 ranks, and 0.2 at the least).
         """
         said = self.planned.memory.total
