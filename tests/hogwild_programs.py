@@ -49,15 +49,20 @@ def gradient(rank: int, step: int) -> Vec:
     return g
 
 
-def train(kind: type[torch.optim.Optimizer], staleness_steps: int | None = None) -> Ended:
+def train(
+    kind: type[torch.optim.Optimizer],
+    staleness_steps: int | None = None,
+    op: mpisgd.ReduceOp = mpisgd.ReduceOp.SUM,
+) -> Ended:
     """Collective."""
+    share = 1.0 if op is mpisgd.ReduceOp.SUM else 1.0 / mpisgd.size()
     params = {name: torch.nn.Parameter(value) for name, value in start().items()}
     mode = "async" if staleness_steps is None else "ssp"
     optimizer: Any = mpisgd.DistributedOptimizer(
         kind(list(params.values()), lr=0.5),
         params.items(),
         strategy=mpisgd.ParameterServer(mode, staleness_steps=staleness_steps, locked=False),
-        op=mpisgd.ReduceOp.SUM,
+        op=op,
     )
     updates = []
     for step in range(STEPS):
@@ -65,7 +70,7 @@ def train(kind: type[torch.optim.Optimizer], staleness_steps: int | None = None)
         for name, param in params.items():
             param.grad = g.get(name)
         optimizer.step()
-        updates.append(-0.5 * g)
+        updates.append(-0.5 * share * g)
     optimizer.synchronizer.finish()
     mpisgd.barrier()  # all have finished
     end = Vec({name: param.detach().clone() for name, param in params.items()})

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hogwild_programs import STEPS, Ended, ReadsThenWrites, num_applied, start, train
 
+import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.hogwild.paper import violated
 from mpisgd.methods.paper_kit import Vec
@@ -37,6 +38,11 @@ def test_no_update_is_lost_where_nobody_reads_before_another_writes():
         assert num_applied(ended(seed, torch.optim.SGD)) == [SIZE * STEPS] * 3
 
 
+def test_of_a_mean_an_update_counts_by_the_share_of_its_rank():
+    ends = run_ranks(SIZE, lambda: train(torch.optim.SGD, op=mpisgd.ReduceOp.AVG), seed=0)
+    assert violated(start(), ends[0].end, {i: one.updates for i, one in enumerate(ends)}, close=1e-9) == []
+
+
 def updated(x: float, y: float) -> list[str]:
     """What does not hold where rank 0 alone has updated x, by 2, and both ranks y, by 1."""
     start, end = (Vec(x=torch.tensor([a]), y=torch.tensor([b])) for a, b in ((0.0, 0.0), (x, y)))
@@ -47,6 +53,7 @@ def updated(x: float, y: float) -> list[str]:
 def test_what_does_not_hold_is_named():
     assert updated(2.0, 1.0) == updated(2.0, 2.0) == []
     assert updated(0.0, 1.0) == ["alone: x", "last: x"]
+    assert updated(-1.0, 1.0) == ["bounded: x", "alone: x"]
     assert updated(4.0, 1.0) == ["bounded: x", "alone: x"]
     assert updated(2.0, 3.0) == ["bounded: y"]
     assert updated(2.0, 0.0) == ["last: y"]
