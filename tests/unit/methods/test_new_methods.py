@@ -52,6 +52,28 @@ class MeanEverySynchronizer(LocalSynchronizer):
         if self.num_steps % self._every == 0:
             all_reduce_coalesced(self.averaged, ReduceOp.AVG, self.training.group)
 '''
+STRATEGY_COST = '''
+"""What `MeanEvery` takes."""
+
+from collections.abc import Iterator
+
+from mpisgd.methods.cost_kit import Cycle, Op, Sizes, World
+from mpisgd.methods.cost_steps import kept, mean_of_parameters, unsent_step
+from mpisgd.methods.mean_every.mean_every import MeanEvery
+
+
+def cost(method: MeanEvery, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+    if not step:
+        yield from kept(sizes)
+        return
+    yield from unsent_step(sizes)
+    if step % method.every == 0:
+        yield from mean_of_parameters(sizes, world, step)
+
+
+def cycle(method: MeanEvery, world: World) -> Cycle:
+    return Cycle(0, method.every)
+'''
 STRATEGY_PAPER = '''
 """x_i <- mean of all x_j after every k-th step."""
 
@@ -131,12 +153,22 @@ import goes_with_tables
 import paper_sections
 import torch
 from fuzzing import choices
+from fuzzing.draw import draw
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
 from mpisgd.tools.verification.cell import try_mode
 from mpisgd.tools.verification.modes.pairs import PAIRS
+from mpisgd.methods.cost_kit import World
+from mpisgd.methods.costs import cost_of, wire_of
+from mpisgd.methods.sizes import parameter, sizes_of
+from mpisgd.methods.wire_bytes import sent_bytes
+from mpisgd.tools.plan.methods import planned_methods
+from mpisgd.tools.verification.method_matrix import rows, try_in
+from mpisgd.tools.verification.programs.serial_definition import definition_of
+from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.situations import SITUATIONS
 
 assert strategy_from_text("MeanEvery(every=3)") == mpisgd.MeanEvery(3)
 assert compressor_from_text("Cut(limit=2.0)") == mpisgd.compress.Cut(2.0)
@@ -151,6 +183,33 @@ for mode in modes:
     for cell in cells:
         assert cell.is_equal, cell
     print(mode.name, cells[0].difference)
+
+# plan, memory: as LocalSGD without anything kept beside
+own, local = (cost_of(each.strategy) for each in planned_methods("MeanEvery(every=2); LocalSGD(2)"))
+sizes = sizes_of([parameter(0, (64, 32), 4, 0), parameter(1, (64,), 4, 0)], 2**20)
+world = World(2, 2, wire_of(mpisgd.Compression.none))
+for step in (1, 2):
+    sent, expected = (sent_bytes(each.cost(sizes, world, step), world) for each in (own, local))
+    assert sent == expected
+model = torch.nn.Linear(8, 4)
+kept, expected = mpisgd.estimate_memory(
+    model, torch.optim.Adam, ranks=4, strategies=[mpisgd.MeanEvery(2), mpisgd.LocalSGD(2)]
+)
+assert kept.total == expected.total, (kept, expected)
+
+# situations and random programs
+backend = ThreadsBackend()
+(row,) = (row for row in rows() if row.name == "MeanEvery()")
+for number, name in enumerate(("resumed", "a rank fewer, then as before", "a group is added", "clipped")):
+    tried = try_in(row, [SITUATIONS[name]], number, backend.run)
+    assert (tried.kind, tried.has_reference) == ("ok", True), tried
+compared = 0
+for seed in range(8):
+    program = draw(seed, strategy="mpisgd.MeanEvery(every=2)")
+    compared += definition_of(program) is not None
+    verdict = backend.run(program)
+    assert not verdict.is_fault, (seed, verdict)
+assert compared > 3
 """
 
 
@@ -162,6 +221,7 @@ def copy(tmp_path: Path) -> Path:
     files = {
         "mean_every/mean_every.py": STRATEGY,
         "mean_every/paper.py": STRATEGY_PAPER,
+        "mean_every/cost.py": STRATEGY_COST,
         "cut/cut.py": COMPRESSOR,
         "cut/paper.py": COMPRESSOR_PAPER,
     }
