@@ -98,7 +98,10 @@ class Case:
         """Take so many."""
 
     def close(self) -> None:
-        """End the training."""
+        """End the training, and let go of it: a case is there as long as the tests are."""
+        for name in ("optimizer", "model", "pipeline", "data"):
+            vars(self).pop(name, None)
+        gc.collect()
 
 
 # --- methods, and where their parameters and states are -------------------------------------------------
@@ -357,6 +360,7 @@ class PipelineCase(Case):
 
     def close(self) -> None:
         self.pipeline.close()
+        super().close()
 
 
 def pipelines() -> Iterator[PipelineCase]:
@@ -440,6 +444,7 @@ class LayoutCase(Case):
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+        super().close()
 
 
 def layouts() -> Iterator[LayoutCase]:
