@@ -14,6 +14,7 @@ from mpisgd.job.threads_as_ranks import run_ranks
 
 def train(**options):
     model = nn.Linear(3, 2)
+    mpisgd.broadcast_parameters(model)
     optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
     def step() -> None:
