@@ -13,7 +13,7 @@ hvd.init()
 rank = hvd.rank()
 
 def reading_data():
-    time.sleep(1)
+    time.sleep(1.5)
 
 def validating():
     time.sleep(100)
