@@ -56,6 +56,7 @@ __all__ = ["MAX_RANKS", "draw"]
 
 MAX_RANKS = 4
 UNEVEN_SHARE = 0.2
+FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
 
 
 def draw(
@@ -79,7 +80,8 @@ def draw(
         if not violation(program):
             break
     uneven = _with_uneven_data(program, random.Random(f"uneven {seed}"))
-    return program if violation(uneven) else uneven
+    program = program if violation(uneven) else uneven
+    return replace(program, forgotten=random.Random(f"forgotten {seed}").choices((0, 1, 2, 3), FORGOTTEN)[0])
 
 
 def _with_uneven_data(program: Program, chance: random.Random) -> Program:

@@ -341,6 +341,7 @@ def _table() -> dict[str, Situation]:
         ("other names", "parameters", lambda p: _renamed(p, "other")),
         ("no names", "parameters", lambda p: _renamed(p, "none")),
         ("two learning rates", "optimizers", _two_rates),
+        ("others were deleted before", "optimizers gradients", lambda p: replace(p, forgotten=2)),
         # what they are asked for
         ("overlap", "gradients", _with_option("overlap", "True")),
         ("no overlap", "gradients", _with_option("overlap", "False")),

@@ -36,6 +36,12 @@ class Raises(torch.autograd.Function):
         raise ArithmeticError("this backward is to fail")
 
 
+def forgotten_optimizer(group: mpisgd.Group | None) -> torch.optim.Optimizer:
+    """Return an optimizer that nobody will use. Collective."""
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    return mpisgd.DistributedOptimizer(plain, group=group)
+
+
 class DistributedTraining(Training):
     """A program with mpisgd, on this rank. Collective to make, and so is each event.
 
@@ -48,6 +54,8 @@ class DistributedTraining(Training):
         self._join: mpisgd.Join | None = None
         self._is_out = False  # it has come to the end of the block before the others
         self._group = self.make_group()
+        forgotten = [forgotten_optimizer(self._group) for _ in range(program.forgotten)]
+        del forgotten
         super().__init__(program, [mpisgd.rank()], self.weight_of(program))
 
     def make_group(self) -> mpisgd.Group | None:

@@ -327,6 +327,7 @@ class Program:
         events: what happens.
         group: which ranks train: "world", "duplicate": another group of all, or "reversed".
         scaler: whether losses and steps go through a GradScaler, of each rank.
+        forgotten: how many optimizers of other parameters were made before, and deleted.
     """
 
     seed: int
@@ -338,6 +339,7 @@ class Program:
     events: tuple[Event, ...]
     group: str = "world"
     scaler: bool = False
+    forgotten: int = 0
 
     @property
     def is_resized(self) -> bool:

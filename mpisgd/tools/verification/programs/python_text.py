@@ -247,7 +247,18 @@ def _part(program: Program, place: int, layer: Layer, use: int) -> Iterator[str]
         yield "total = part if total is None else torch.tanh(total / 2 + part)"
 
 
+def _forgotten(program: Program) -> Iterator[str]:
+    """Yield the lines that make optimizers of other parameters, and delete them."""
+    if program.forgotten:
+        plain = "torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)"
+        group = "" if program.group == "world" else ", group=group"
+        made = f"mpisgd.DistributedOptimizer({plain}{group})"
+        yield f"made = [{made} for _ in range({program.forgotten} * wraps)]"
+        yield "del made"
+
+
 def _make_optimizers(program: Program) -> Iterator[str]:
+    yield from _forgotten(program)
     for place, optimizer in enumerate(program.optimizers):
         late = [
             event.layer
@@ -275,11 +286,10 @@ def _make_optimizers(program: Program) -> Iterator[str]:
             options.append(f"named_parameters=[{pairs}]")
         wrapped = f"mpisgd.DistributedOptimizer({', '.join(['opt', *options])})"
         yield f"    return {wrapped} if wraps else opt"
-        yield (
-            f"opts = [{', '.join(f'make_{i}()' for i in range(place + 1))}]"
-            if place + 1 == len(program.optimizers)
-            else ""
-        )
+        if place + 1 < len(program.optimizers):
+            yield ""
+        else:
+            yield f"opts = [{', '.join(f'make_{i}()' for i in range(place + 1))}]"
 
 
 def _groups(program: Program, optimizer: Optimizer) -> str:
