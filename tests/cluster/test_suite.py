@@ -19,6 +19,7 @@ SELECTION = " or ".join(
         "test_algorithms and float32",
         "test_consistency and (shape or root or order or skips or part)",
         "test_groups and not (topology or test_dist_groups)",  # here test_topology.py has where ranks are
+        "test_groups_that_are_destroyed",
         "test_objects and world",
         "test_window and (world or mistakes or lock)",
         "test_parameter_server and (1-1-0.9 or push_is_applied or ahead)",

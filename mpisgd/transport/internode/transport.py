@@ -110,6 +110,7 @@ class InternodeTransport(HostTransport):
             assert memory is not None
             slots = memory.share(0)[:SLOTS_BYTES].view(NUM_SLOTS, 2, CHUNK_BYTES)
             self._slots = [tuple(slot) for slot in slots]
+            self._progress_alone = shm.control.progress
             shm.control.progress = self._progress
         self._messages = self.leader_exchange = None
         if (num_hosts := topology.num_nodes) <= MAX_HOSTS:
@@ -170,6 +171,7 @@ class InternodeTransport(HostTransport):
     def close(self) -> None:
         """Free the communicator of this host. Collective."""
         if self.shm is not None:
+            self.shm.control.progress = self._progress_alone  # else the two keep each other
             self.shm.close()
 
     def _prepare(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Arithmetic, Finish]:

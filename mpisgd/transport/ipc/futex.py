@@ -16,6 +16,8 @@ _FUTEX_BY_MACHINE = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98
 FUTEX = _FUTEX_BY_MACHINE.get(platform.machine(), -1) if sys.platform == "linux" else -1
 WAIT, WAKE, EVERYONE = 0, 1, 2**31 - 1
 WORD_BYTES = 8
+_call = ctypes.CDLL(None).syscall  # releases the interpreter's lock
+_call_with_gil = ctypes.PyDLL(None).syscall  # keeps it: another thread would take it
 
 
 class _Timespec(ctypes.Structure):
@@ -35,12 +37,10 @@ class Futex:
     def __init__(self, memory: mmap.mmap) -> None:
         self.available = FUTEX >= 0
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._call = ctypes.CDLL(None).syscall  # releases the interpreter's lock
-        self._call_with_gil = ctypes.PyDLL(None).syscall  # keeps it: another thread would take it
 
     def wake(self, word: int) -> None:
         """Wake whoever waits on word number `word`, which has been written."""
-        self._call_with_gil(
+        _call_with_gil(
             ctypes.c_long(FUTEX), self._address(word), WAKE, ctypes.c_uint32(EVERYONE), None, None, 0
         )
 
@@ -48,7 +48,7 @@ class Futex:
         """Sleep until `wake`, or `limit_s` seconds; not at all if the word is no longer `value`."""
         limit = _Timespec(int(limit_s), int(limit_s % 1 * 1e9))
         expected = ctypes.c_uint32(value & 0xFFFFFFFF)
-        self._call(ctypes.c_long(FUTEX), self._address(word), WAIT, expected, ctypes.byref(limit), None, 0)
+        _call(ctypes.c_long(FUTEX), self._address(word), WAIT, expected, ctypes.byref(limit), None, 0)
 
     def _address(self, word: int) -> ctypes.c_void_p:
         """Return the address of a word; the kernel compares its lower half, which comes first above."""
