@@ -137,6 +137,10 @@ def _impossible(program: Program) -> str:
     return ""
 
 
+def _is_fused(program: Program) -> bool:
+    return any(dict(optimizer.settings).get("fused") for optimizer in program.optimizers)
+
+
 def _raises_if_nonfinite(program: Program) -> bool:
     return any(optimizer.option("error_if_nonfinite") for optimizer in program.optimizers)
 
@@ -308,6 +312,8 @@ def _after_set(walk: _Walk, event: Event) -> str:
                 return "a gradient that may be sparse, or is scaled"
             if any(optimizer.name in ONE_BIT for optimizer in walk.program.optimizers):
                 return "gradients are each rank's own"
+            if walk.program.layers[place].transposed and _is_fused(walk.program):
+                return "torch's fused optimizers walk a gradient in the order of memory, not of its parameter"
             if not walk.window.is_reduced and (walk.window.passes or walk.window.has_skips):
                 return "gradients that are not reduced are set"
             if walk.program.exact and _trains_locally(walk.program) and _is_rounded_once_set(walk.program):
