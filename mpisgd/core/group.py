@@ -67,8 +67,7 @@ class Group:
         checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
             it; see `mpisgd.collectives.staging_check`.
         num_owners: number of owners of operations so far, by kind; see `mpisgd.core.owner`.
-        made_for: what others have made for this group, and what lives as long as it does, by a key of theirs.
-            Not in a `WeakKeyDictionary`: what refers to the group would keep it for ever.
+        made_for: what others have made for this group, and keep as long as it lives, by a key of theirs.
     """
 
     def __init__(
@@ -88,6 +87,7 @@ class Group:
         self.known_calls: dict[Any, Any] = {}
         self.checks_staging = config.check_staging()
         self.num_owners: collections.Counter[str] = collections.Counter()
+        # No `WeakKeyDictionary` of theirs: values that refer to the group would keep it for ever.
         self.made_for: dict[Any, Any] = {}
         self._resources = resources
         self._usable = resources  # None once they may not be used any more

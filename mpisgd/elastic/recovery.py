@@ -25,7 +25,7 @@ from mpisgd.arguments import ranks_text
 from mpisgd.elastic.joining import ElasticOptions, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
-from mpisgd.job import rank_info, startup_timeout
+from mpisgd.job import rank_info
 from mpisgd.job.startup_timeout import within
 from mpisgd.job.world import Job
 from mpisgd.threads import scheduling, waiting
@@ -122,10 +122,7 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
     old = jobs.abandon(reason)
     assert old.failure_detector is not None
     before, old_communicator, end = old.world.known_topology, old.communicator, old.failure_detector.abort
-    whole_s = 2 * max(
-        old.timeout_s, startup_timeout.LEAST_S
-    )  # so that a part of it ends first, with its code
-    with within(whole_s, "the recovery from the loss of a rank", end=end):
+    with within(old.timeout_s, "the recovery from the loss of a rank", parts=2, end=end):
         while True:
             waiting.allow_waits()
             with within(old.timeout_s, SHRINKING, end=end, exit_code=MINORITY_EXIT_CODE):

@@ -26,20 +26,27 @@ GRACE_S = 2.0  # by the signal it ends without a word, so our own comes first
 
 @contextlib.contextmanager
 def within(
-    limit_s: float, what: str, *, end: Callable[[int], None] = os._exit, exit_code: int = 1
+    limit_s: float,
+    what: str,
+    *,
+    parts: int = 1,
+    end: Callable[[int], None] = os._exit,
+    exit_code: int = 1,
 ) -> Iterator[None]:
     """End the job if this takes longer; only where there are other ranks to wait for. May be nested.
 
     Args:
         limit_s: seconds that it may take, LEAST_S at least.
         what: this is, for the message.
+        parts: how often it may take that. What has a part with a limit of its own has two, so that the part
+            ends first, with its message and code.
         end: ends the job with an exit code, where the end of this process alone would not.
         exit_code: which.
     """
     if config.starts_alone():
         yield
         return
-    limit_s = max(limit_s, LEAST_S)
+    limit_s = parts * max(limit_s, LEAST_S)
     over, alarm = threading.Event(), set_alarm(limit_s + GRACE_S)
 
     def watch() -> bool:

@@ -48,9 +48,10 @@ def same_bits(program: Program) -> bool:
     of the ranks' momenta where its state was asked for. A backward that is joined with that inside
     `no_sync()` may give a bucket another order, in which what a compressor rounds is added up.
     """
-    if any(optimizer.name == SERIAL for optimizer in program.optimizers) and program.ranks > 1:
+    is_saved = any(isinstance(event, Reload) for event in program.events)
+    if is_saved and program.ranks > 1 and any(each.name == SERIAL for each in program.optimizers):
         return False
-    if rounds(program) and any(isinstance(event, Backward) and event.no_sync for event in program.events):
+    if rounds(program) and _joined(program.events) != program.events:
         return False
     divides = any(
         "Sharded" in optimizer.option("strategy") or optimizer.option("share_parameters")
