@@ -11,7 +11,7 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.accelerator.futures import completed_on
-from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, afresh
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, NotInitialized, afresh
 from mpisgd.threads.callbacks import Callbacks
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
@@ -228,9 +228,13 @@ class QueuedWork(CompletableWork):
         self._ended.set()
 
     def __del__(self) -> None:
-        """Warn of an error that was never raised by `wait()` or the future; not of the end of its thread."""
-        if isinstance(self._error, Exception) and not self._reported:
-            warnings.warn(f"{self.name} failed and nobody waited for it: {self._error}", RuntimeWarning, 2)
+        """Warn of an error that was never raised by `wait()` or the future.
+
+        Not of the end of its thread, nor where this rank has aborted or destroyed the group itself.
+        """
+        error = self._error
+        if isinstance(error, Exception) and not isinstance(error, NotInitialized) and not self._reported:
+            warnings.warn(f"{self.name} failed and nobody waited for it: {error}", RuntimeWarning, 2)
 
     def _complete_future(self, future: _WorkFuture) -> None:
         with self._queue.callbacks.run(self.name):

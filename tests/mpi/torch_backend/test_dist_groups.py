@@ -177,12 +177,16 @@ def check_abort(pg: dist.ProcessGroup, delay_s: float, *calls: Callable[[], obje
     check_all_reduce(dist.group.WORLD)
 
 
-@pytest.mark.filterwarnings("ignore:.*nobody waited for it:Warning")  # one of the two works
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("delay_s", [0.0, 0.2])
 @pytest.mark.parametrize("kind", ["blocking", "asynchronous", "queued"])
 def test_abort_ends_what_waits_in_the_group_on_this_rank(kind, delay_s):
     # Only later operations raised: what waited for the others went on until its time limit.
+    check_abort_of_all_reduce(kind, delay_s)
+    gc.collect()  # who has aborted a group is not warned of the work that nobody waited for
+
+
+def check_abort_of_all_reduce(kind: str, delay_s: float) -> None:
     pg = dist.new_group()
 
     def wait() -> None:
