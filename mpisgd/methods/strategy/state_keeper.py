@@ -48,7 +48,7 @@ class StateKeeper:
         self._begun: set[str] = set()  # keys of tensors that have entries
         self._is_due = True  # to begin and to derive, before the next step
         self._compares = False  # what ranks have, before that
-        self._has_own = True  # what is this rank's own is there, unless it begins anew
+        self._has_own = True  # False: it begins anew on this rank, and maybe on all, before the next step
 
     @property
     def _keeps(self) -> bool:
@@ -144,7 +144,7 @@ class StateKeeper:
                 "steps": self._of.num_steps,
                 "begun": sorted(self._begun),
                 "alike": pieces.alike,
-                "own": pieces.own if self._has_own else None,
+                "own": pieces.own if self._has_own or not has_rebuilt(self._of.state) else None,
             }
         }
 
