@@ -73,7 +73,9 @@ class PowerSGD(Paper[State]):
 
 
 def orthonormal(P: Tensor) -> Tensor:
-    """Gram and Schmidt, twice over."""
+    """Gram and Schmidt, twice over; of zeros the first unit vectors, with which the next Q is found again."""
+    if not P.any():
+        return torch.eye(*P.shape, dtype=P.dtype)
     columns: list[Tensor] = []
     for column in P.T:
         for other in columns * 2:
