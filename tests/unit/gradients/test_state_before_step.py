@@ -36,9 +36,7 @@ def trained(compression, begin, *, saves: bool):
         net.weight.copy_(torch.linspace(-1, 1, 24).view_as(net.weight))
 
     def made() -> torch.optim.Optimizer:
-        return mpisgd.DistributedOptimizer(
-            torch.optim.SGD(net.parameters(), lr=0.1), compression=compression
-        )
+        return mpisgd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression=compression)
 
     optimizer = made()
     begin(optimizer)

@@ -77,6 +77,9 @@ class _Walk:
     is_unscaled: bool = False  # it has
     was_stepped: bool = False  # with those
     with_data: set[int] = field(default_factory=set)  # inside `join()`
+    ran_out: bool = False  # some rank, inside the latest `join()`
+    is_rate_new: bool = False  # on ranks with data, which have not stepped since
+    is_stale: bool = False  # what ranks that ran out have as gradients, where they train by themselves
 
 
 def violation(program: Program) -> str:
@@ -212,20 +215,32 @@ def _inside_join(walk: _Walk, event: Event) -> str:
         case Join():
             if walk.with_data or window.passes or window.has_skips:
                 return "a join() inside another one, or within a window"
-            walk.with_data = {*range(walk.num_ranks)}
+            walk.with_data, walk.ran_out, walk.is_rate_new = {*range(walk.num_ranks)}, False, False
             return ""
         case RunOut() | EndJoin() if not walk.with_data:
             return "it is not inside join()"
         case RunOut(ranks=ranks):
             walk.with_data -= {*ranks}
+            walk.ran_out = True
             if not walk.with_data or window.passes:
                 return "nobody has data, or a rank runs out of it within a window"
         case EndJoin():
             walk.with_data = set()
+            walk.is_stale = walk.ran_out and _trains_locally(walk.program)
+            if walk.ran_out and walk.is_rate_new:
+                return "ranks without data are told of settings in a step"
+        case Step() if walk.with_data:
+            walk.is_rate_new = False
+        case SetRate() if walk.with_data:
+            walk.is_rate_new = True
         case _ if walk.with_data and not isinstance(event, INSIDE_JOIN):
             return "ranks without data do not come to it"
         case Backward(skipped=skipped) if walk.with_data and skipped:
             return "ranks without data have no backward anyway"
+        case ZeroGrad() | Reload():
+            walk.is_stale = False
+        case Backward() | Step() | Synchronize() | Clip() if walk.is_stale:
+            return "ranks that ran out of data have gradients of batches that they have stepped with"
     return ""
 
 
