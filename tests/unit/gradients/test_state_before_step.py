@@ -27,7 +27,7 @@ BEGINS = {
 
 
 def trained(compression, begin, *, saves: bool):
-    """Return weights after three steps; the state is saved and loaded between the first backward and its step.
+    """Return weights after three steps; the state is saved and loaded between the first backward and a step.
 
     A bucket has been sent by then, so a part of its gradients is in the residuals alone.
     """
