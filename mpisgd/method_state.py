@@ -35,6 +35,7 @@ __all__ = [
     "Part",
     "Pieces",
     "alike",
+    "begun",
     "check_version",
     "copied",
     "digests",
@@ -55,6 +56,7 @@ VERSION = 1  # of that entry; a reader refuses any other one
 
 OWNER, LOST = "owner", "lost"  # keys of a field's metadata
 DROP, REBUILD = "drop", "rebuild"
+PLAIN = (bool, int, float, str, dict)  # a dict is empty before the first step
 
 
 class Pieces(NamedTuple):
@@ -192,6 +194,16 @@ def pieces_of(state: Any) -> Pieces:
         if inner.own:
             pieces.own[each.name] = inner.own
     return pieces
+
+
+def begun(state: Any) -> dict[str, Any]:
+    """Return the fields of a state without parts that are not as before the first step; not copied."""
+    found = {}
+    for each, _ in _declared(state) if state is not None else ():
+        value, first = getattr(state, each.name), _first(each)
+        if value is not first and not (isinstance(value, PLAIN) and value == first):
+            found[each.name] = value
+    return found
 
 
 def without_parts(state: Any, pieces: Pieces, kind: type) -> Pieces:

@@ -19,7 +19,7 @@ from mpisgd.arguments import call_text
 from mpisgd.core.group import Group
 from mpisgd.dtypes import FLOATING, ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.method_state import names_of, pieces_of, restart
+from mpisgd.method_state import begun, names_of, restart
 
 __all__ = [
     "BucketLayout",
@@ -109,9 +109,8 @@ class BucketReducer(abc.ABC):
         restart(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps for the next step: the fields of `state` that are not None."""
-        pieces = pieces_of(self.state)
-        return {k: v for k, v in {**pieces.own, **pieces.alike}.items() if v is not None}
+        """Return what this rank keeps for the next step: what of `state` is not as before the first one."""
+        return begun(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict()` has returned; missing fields are reset."""
