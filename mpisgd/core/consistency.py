@@ -92,6 +92,7 @@ class ConsistencyChecker:
     Attributes:
         number: how many operations this rank has begun.
         history: the hash of all of them.
+        past: the hash of those before the latest one.
         timeout_s: how long to wait for the other ranks.
     """
 
@@ -103,7 +104,7 @@ class ConsistencyChecker:
         self.name = name
         self.timeout_s = timeout_s
         self.number = 0
-        self.history = 0
+        self.history = self.past = 0
 
     def begin(
         self,
@@ -125,7 +126,7 @@ class ConsistencyChecker:
         self.number += 1
         if before is not None:
             before()
-        self.history = fold(self.history, operation)
+        self.past, self.history = self.history, fold(self.history, operation)
         return ConsistencyCheck(self, operation, site, detail, self.history)
 
     def note(self, operation: Operation) -> None:
@@ -168,7 +169,7 @@ class ConsistencyChecker:
         text = self.text_of(operation)
         self._wait_for_all(f"{text} at {site}")
         fields = tuple(_in_words(getattr(operation, name)) for name in COMPARED)
-        mine = Intention(exit_code, self.number, operation.kind, fields, text, site, detail)
+        mine = Intention(exit_code, self.number, self.past, operation.kind, fields, text, site, detail)
         told = self.communicator.all_gather_object(mine)
         return mismatch_of(self.name, dict(zip(self.communicator.global_ranks, told, strict=True)))
 

@@ -37,6 +37,7 @@ class Intention(NamedTuple):
     Attributes:
         exit_code: with which it leaves its program by `sys.exit`, 0 if it does not.
         number: of the operation in its group.
+        past: the hash of all operations before it.
         kind: of the operation.
         fields: the values of COMPARED, in words.
         text: the operation.
@@ -46,6 +47,7 @@ class Intention(NamedTuple):
 
     exit_code: int
     number: int
+    past: int
     kind: str
     fields: tuple[str, ...]
     text: str
@@ -70,6 +72,7 @@ def mismatch_of(group: str, told: Mapping[int, Intention]) -> CollectiveMismatch
         lines.append(f"  {ranks_text(ranks)} at {site}: operation {number}, {shown[text]}")
         lines += [f"      {line}" for line in _only_here(detail, common)]
     error = CollectiveMismatch("\n".join(lines))
+    error.agreed_before = len({mine.past for mine in told.values()}) == 1
     error.exit_code = next(iter(exits), error.exit_code)
     return error
 

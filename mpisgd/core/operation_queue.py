@@ -61,7 +61,8 @@ class OperationQueue:
         communicator: the communicator.
         broken: why the queue cannot be used any more.
         running: the operation that runs now, None in between.
-        on_mismatch: called on every rank when they have found out that they disagree.
+        on_mismatch: called on every rank when they have found out that they disagree, unless all that came
+            before is the same on all: what the GPU has not done of that yet, it will do.
         callbacks: those that run on futures of its operations.
         uneven: what some ranks may run out of data in, a `mpisgd.core.uneven_data.UnevenData`, where there is
             one.
@@ -248,7 +249,8 @@ class OperationQueue:
         if submission.span is not None:
             submission.span.ends(exc)
         if isinstance(exc, CollectiveMismatch) and not isinstance(exc, Deadlock):  # the same on all ranks
-            self.on_mismatch()
+            if not exc.agreed_before:
+                self.on_mismatch()
         else:
             reason = (
                 f"group '{self.name}' cannot be used any more: {submission.operation} failed with {exc!r}"

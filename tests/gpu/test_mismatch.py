@@ -35,3 +35,19 @@ def test_gradients_after_a_mismatch_are_unreduced_or_gone(simulated, expected_wa
         optimizer.step()
     wrong = [p.grad for p in model.parameters() if p.grad is not None and (p.grad != 2.0).any()]
     everyone(not wrong, f"{wrong}")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("differs", ["on the CPU", "on the GPU"])
+def test_what_all_ranks_have_launched_before_a_mismatch_is_done(expected_way, differs):
+    # NCCL was ended at once, and what it had in flight was undefined: parameters after their broadcast.
+    group, device = mpisgd.new_group(), DEVICE if differs == "on the GPU" else "cpu"
+    values = torch.arange(6.0, device=DEVICE) + mpisgd.rank()
+    mpisgd.all_reduce(torch.ones(3, device=DEVICE), group=group)
+    mpisgd.broadcast(values, 1, group=group)
+    with raises_everywhere(mpisgd.CollectiveMismatch):
+        mpisgd.all_reduce(torch.ones(2 + mpisgd.rank(), device=device), group=group)
+        mpisgd.barrier(group)
+    everyone(differs == "on the GPU" or values.tolist() == [1.0 + i for i in range(6)], f"{values}")
+    mpisgd.all_reduce(values, group=group)
+    everyone(bool(values.isfinite().all()))

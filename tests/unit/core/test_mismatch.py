@@ -13,7 +13,7 @@ def intention(
     kind: str, text: str = "", number: int = 7, exit_code: int = 0, detail: str = "", **fields: str
 ) -> Intention:
     values = tuple(fields.get(name, "") for name in COMPARED)
-    return Intention(exit_code, number, kind, values, f"{kind}({text})", "train.py:3", detail)
+    return Intention(exit_code, number, 0, kind, values, f"{kind}({text})", "train.py:3", detail)
 
 
 ENDED, STEP = intention("shutdown"), intention("gradients", when="step 5, reduction 0")
