@@ -1,6 +1,7 @@
 """The compressors, for type checkers and for the look-up in `__init__.py`: a line for each."""
 
 from mpisgd.methods.auto.auto import Auto as Auto
+from mpisgd.methods.block_quantized.block_quantized import BlockQuantized as BlockQuantized
 from mpisgd.methods.deep_gradient.deep_gradient import DeepGradient as DeepGradient
 from mpisgd.methods.natural.natural import Natural as Natural
 from mpisgd.methods.one_bit.one_bit import OneBit as OneBit

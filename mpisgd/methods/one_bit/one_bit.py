@@ -25,7 +25,8 @@ from mpisgd.methods.one_bit import paper
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.two_step.cost import CODING
 from mpisgd.methods.two_step.paper import TwoStep
-from mpisgd.methods.two_step.two_step_exchange import Errors, TwoStepExchange
+from mpisgd.methods.two_step.two_step_exchange import Errors
+from mpisgd.methods.two_step.two_step_reducer import TwoStepReducer, lengths_of
 
 __all__ = ["OneBit"]
 
@@ -93,11 +94,13 @@ class OneBit(Compressor):
 
     def codec(self, layout: BucketLayout) -> OneBitCodec:
         """Return the codec of signs and magnitudes: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
-        return OneBitCodec(_lengths(layout), layout.dtype)
+        return OneBitCodec(lengths_of(layout), layout.dtype)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer, which sends the signs of a bucket and keeps the rest."""
-        return _TwoStepReducer(layout) if self.two_step else _GatherReducer(layout)
+        if self.two_step:
+            return TwoStepReducer(lengths_of(layout), layout, SignCode, Errors())
+        return _GatherReducer(layout)
 
     def coding(self) -> Coding:
         """See `mpisgd.methods.coding`. Signs and a magnitude per parameter go to all ranks."""
@@ -110,18 +113,13 @@ class OneBit(Compressor):
         return TwoStep() if self.two_step else paper.OneBit()
 
 
-def _lengths(layout: BucketLayout) -> list[int]:
-    """Return how many elements each parameter has; those that have none need no magnitude."""
-    return [shape.numel() for shape in layout.shapes if shape.numel()]
-
-
 class _GatherReducer(BucketReducer):
     """Gathers the signs of all ranks, and averages them on each."""
 
     state: Waiting
 
     def __init__(self, layout: BucketLayout) -> None:
-        self._code = SignCode(_lengths(layout), wide_dtype(layout.dtype))
+        self._code = SignCode(lengths_of(layout), wide_dtype(layout.dtype))
         self._layout, self.state = layout, Waiting()
         self.state.residual = self._residual  # its memory is there from the beginning
 
@@ -148,30 +146,3 @@ class _GatherReducer(BucketReducer):
     def bytes_on_the_wire(self, size: int) -> int:
         """Return (size - 1) / 8 of the elements, and as many magnitudes of each parameter."""
         return (size - 1) * self._code.nbytes
-
-
-class _TwoStepReducer(BucketReducer):
-    """Has the owners of chunks average them, and send the average as signs."""
-
-    def __init__(self, layout: BucketLayout) -> None:
-        self._lengths = _lengths(layout)
-        self._layout = layout
-        self._exchange: TwoStepExchange | None = None
-        self.state = Errors()
-
-    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
-        """Replace the bucket by the compressed mean, or `size` times that; see `BucketReducer.reduce`."""
-        if self._exchange is None:
-            dtype = wide_dtype(self._layout.dtype)
-            self._exchange = TwoStepExchange(self._lengths, dtype, self._layout.device, group, self.state)
-        values = bucket.to(wide_dtype(bucket.dtype))
-        self._exchange.average(values)
-        bucket.copy_(values.mul_(group.size) if op is ReduceOp.SUM else values)
-
-    def bytes_on_the_wire(self, size: int) -> int:
-        """Return what `TwoStepExchange` sends."""
-        return TwoStepExchange.bytes_on_the_wire(self._lengths, wide_dtype(self._layout.dtype), size)
-
-    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the errors of those elements that this rank averages."""
-        return {} if self._exchange is None else {"server": self._exchange.server_error_of(start, stop)}

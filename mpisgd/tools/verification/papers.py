@@ -18,7 +18,6 @@ from mpisgd.methods.gossip.push_sum.paper import PushSum
 from mpisgd.methods.natural.paper import Natural
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.methods.synchronous.paper import Synchronous
-from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.tools.verification.draws import BucketDraws, Layout
 from mpisgd.tools.verification.paper_run import Definition
 
@@ -67,7 +66,7 @@ def _compressor(chosen: Compressor, size: int) -> Definition:
     """Return the definition of a mean that travels by a compressor, maybe inside of `PerHost`."""
     inner: Any = getattr(chosen, "compressor", chosen)
     paper, definition = inner.paper(), Definition(chosen.paper())
-    if isinstance(paper, TwoStep):
+    if paper.of_chunks:
         return definition._replace(layout=lambda x: chunks_of(Vec(dict(reversed(x.items()))), size))
     seed, from_mantissas = getattr(inner, "seed", 0), isinstance(paper, Natural)
     return definition._replace(draw=partial(BucketDraws, seed=seed, from_mantissas=from_mantissas))

@@ -63,10 +63,17 @@ def test_the_documented_compressor_sends_signs_and_a_magnitude(group):
 MATRIX = BucketLayout((torch.Size([42, 50]), torch.Size([420])), torch.float32)  # NUMEL in all
 
 
+def block_code(size: int, bits: int, block: int) -> int:
+    """Bytes of a chunk of which the first one of `MATRIX` has one piece or two."""
+    chunk = -(-NUMEL // (64 * size)) * 64
+    return chunk * bits // 8 + (chunk // block + 1 + (size == 1 or 42 * 50 % chunk > 0)) * 4
+
+
 def on_the_wire(given: dict[str, int], size: int) -> int:
     """What a rank sends of what mpi4py was given."""
     reduced = 2 * (size - 1) * given.get("Allreduce", 0) // size
-    return given["sends"] + (size - 1) * given.get("Allgather", 0) + reduced
+    dealt = (size - 1) * given.get("Alltoall", 0) // size
+    return given["sends"] + (size - 1) * given.get("Allgather", 0) + reduced + dealt
 
 
 @pytest.mark.mpi(min_size=2)
@@ -78,6 +85,9 @@ def on_the_wire(given: dict[str, int], size: int) -> int:
         (compress.RandomK(0.1), lambda size: 2 * (size - 1) * 252 * 4 // size),
         (compress.TopK(1.0), lambda size: 2 * (size - 1) * NUMEL * 4 // size),
         (compress.QSGD(4), lambda size: (size - 1) * (NUMEL // 2 + (5 + 1) * 4)),
+        # To owners of chunks and back: codes, and a scale for each block of one and for each piece.
+        (compress.BlockQuantized(bits=4), lambda size: 2 * (size - 1) * block_code(size, 4, 256)),
+        (compress.BlockQuantized(bits=8, block=32), lambda size: 2 * (size - 1) * block_code(size, 8, 32)),
         (compress.TernGrad(), lambda size: (size - 1) * (NUMEL // 4 + 2 * 4)),
         (compress.Natural(), lambda size: (size - 1) * NUMEL * 9 // 8),
     ],

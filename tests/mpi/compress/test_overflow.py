@@ -22,6 +22,8 @@ COMPRESSIONS = [
     compress.QSGD(2),
     compress.QSGD(4, norm="l2", error_feedback=True),
     compress.QSGD(8, segment=16),
+    compress.BlockQuantized(),
+    compress.BlockQuantized(bits=8, block=7, error_feedback=True),
     compress.Natural(),
     compress.Natural(error_feedback=True),
     compress.TernGrad(),

@@ -14,7 +14,7 @@ from mpisgd import config
 from mpisgd.core.consistency import Operation
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.two_step.paper import TwoStep
-from mpisgd.methods.two_step.two_step_exchange import TwoStepExchange
+from mpisgd.methods.two_step.two_step_exchange import Errors, TwoStepExchange
 from mpisgd.tools.verification.paper_run import Definition, PaperRun
 from mpisgd.tools.verification.papers import chunks_of
 
@@ -27,7 +27,7 @@ def given(rank: int, step: int, lengths: list[int] = LENGTHS) -> np.ndarray:
 
 
 def exchange_of(group: mpisgd.Group, dtype: torch.dtype = torch.float64, lengths=LENGTHS) -> TwoStepExchange:
-    return TwoStepExchange(lengths, dtype, CPU, group)
+    return TwoStepExchange(lengths, dtype, CPU, group, Errors())
 
 
 def by_name(vector: np.ndarray, lengths: list[int]) -> Vec:

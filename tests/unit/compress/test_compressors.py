@@ -21,6 +21,7 @@ SMALLEST = {
     compress.DeepGradient: (0.5,),
     compress.PowerSGD: (2,),
     compress.QSGD: (4,),
+    compress.BlockQuantized: (),
     compress.TernGrad: (),
     compress.Natural: (),
 }
@@ -81,7 +82,9 @@ def test_a_codec_makes_messages_of_its_size_that_are_nearer_than_nothing(method,
     assert torch.allclose(rest, x)
 
 
-@pytest.mark.parametrize("method", [*CONTRACTIONS, compress.PowerSGD(2), compress.QSGD(2)], ids=repr)
+@pytest.mark.parametrize(
+    "method", [*CONTRACTIONS, compress.PowerSGD(2), compress.QSGD(2), compress.BlockQuantized()], ids=repr
+)
 def test_who_has_a_codec_says_so(method):
     assert is_contraction(method) == (method in CONTRACTIONS)
 
@@ -105,6 +108,9 @@ def test_who_has_a_codec_says_so(method):
         (lambda: compress.QSGD(1), "QSGD: bits=1"),
         (lambda: compress.QSGD(9), "QSGD: bits=9"),
         (lambda: compress.QSGD(4, norm="l1"), "QSGD: norm='l1'"),
+        (lambda: compress.BlockQuantized(bits=1), "BlockQuantized: bits=1"),
+        (lambda: compress.BlockQuantized(block=0), "BlockQuantized: block=0"),
+        (lambda: compress.BlockQuantized(4, 256, "yes"), "BlockQuantized: error_feedback='yes'"),
         (lambda: compress.TernGrad(clip_sigmas=-2), "TernGrad: clip_sigmas=-2"),
         (lambda: compress.Natural(seed="x"), "Natural: seed='x'"),
     ],

@@ -49,6 +49,8 @@ OTHERS = [
     compress.TernGrad(),
     compress.TernGrad(clip_sigmas=2.5, seed=1),
     compress.Natural(seed=2),
+    compress.BlockQuantized(block=10),
+    compress.BlockQuantized(bits=8, block=7, error_feedback=True),
     compress.Natural(error_feedback=True),
 ]
 

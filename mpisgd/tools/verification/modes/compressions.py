@@ -63,6 +63,7 @@ COMPRESSIONS = (
     _mode("PowerSGD(rank=1)", compress.PowerSGD(rank=1)),
     _mode("OneBit()", compress.OneBit(), plain),
     _mode("OneBit(two_step=True)", compress.OneBit(two_step=True), plain, quick=False),
+    _mode("BlockQuantized(bits=4, block=10)", compress.BlockQuantized(bits=4, block=10), quick=False),
     _mode("SignSGD()", compress.SignSGD(), plain),
     _mode("PerHost(TopK(ratio=0.2))", compress.PerHost(compress.TopK(ratio=0.2)), hosts=2),
     _mode("RandomK(ratio=0.2)", compress.RandomK(ratio=0.2)),

@@ -28,7 +28,7 @@ __all__ = ["all_at_once", "ranks_agree", "same_bits", "variants"]
 CAST_STATE = ("NAdam",)
 # What they draw, whose chunk it is in, or how a product of gradients is rounded, depends on the order in
 # which a backward has computed gradients, and that of a joint loss computes them in another one.
-BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step", "Adasum")
+BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step", "BlockQuantized", "Adasum")
 MEETS_RARELY = "ZeroOneAdam"
 
 

@@ -1,0 +1,1 @@
+"""Gradients as whole numbers of a scale for each block."""
