@@ -239,11 +239,19 @@ class Participant:
         last = self._data.last
         self._seen = self._fingerprints() if last is not None and last.is_short else None
 
-    def _share_gradients(self, place: int, *, takes: bool) -> None:
-        """Let ranks without data have the gradients of one that has some. Collective."""
+    def _share_gradients(self, place: int, *, takes: bool, resets: bool = False) -> None:
+        """Let ranks without data have the gradients of one that has some. Collective.
+
+        Args:
+            place: of that one.
+            takes: whether this rank is without.
+            resets: whether it resets its own first, unless that one still has pieces, as all ranks do then.
+        """
         group, params = self._data.group, self.params
         src = group.ranks[place]
         told: list[_Gradient] = broadcast_object([_form(param.grad) for param in params], src, group)
+        if resets and not any(form.stays for form in told):
+            self._optimizer.zero_grad()
         dense = [param for param, form in zip(params, told, strict=True) if form.is_dense]
         mine = group.rank == place
         room = [_grad_of(param) if mine else torch.empty_like(param) for param in dense]
@@ -263,9 +271,7 @@ class Participant:
         """
         if not self.window.gradients.combines or not self._data.last or not self._data.last.is_short:
             return
-        if takes and begins:
-            self._optimizer.zero_grad()
-        self._share_gradients(place, takes=takes)
+        self._share_gradients(place, takes=takes, resets=takes and begins)
 
     # -- on a rank without data ---------------------------------------------------------------------
 

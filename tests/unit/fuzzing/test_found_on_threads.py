@@ -22,6 +22,7 @@ from mpisgd.tools.verification.programs.program import (
     Program,
     Reload,
     RunOut,
+    SetFrozen,
     SetGradient,
     Step,
     Synchronize,
@@ -402,3 +403,18 @@ def test_what_a_program_does_to_divided_gradients(options, between, joins):
         events[3:3] = [Join(), RunOut(ranks=(1,))]
         events.append(EndJoin())
     check(*events, layers=[Layer(shape=(3, 4)), Layer(shape=(2,)), Layer(shape=(5,))], optimizers=[optimizer])
+
+
+# Seed 103003697. A rank that had run out of data took gradients over at the end of join(), and reset its own
+# before, also where all ranks have pieces of them: without them it had another plan for what is frozen.
+
+
+@pytest.mark.parametrize("options", DIVIDED, ids=str)
+def test_a_parameter_is_frozen_after_a_join_with_gradients_that_are_divided(options):
+    check(
+        *(Join(), RunOut((0,)), Backward((2,)), Step(), EndJoin()),
+        *(SetFrozen(1), ZeroGrad(set_to_none=False), Backward((3,)), Step()),
+        layers=[Layer(shape=(1,)), Layer(shape=(1,))],
+        optimizers=[Optimizer("SGD", (("lr", 0.5),), (0, 1), options)],
+        exact=True,
+    )
