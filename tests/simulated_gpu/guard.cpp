@@ -112,6 +112,24 @@ SimulatedAllocator allocator;
 
 extern "C" {
 
+// Of Python, which the process has loaded.
+int PyGILState_Ensure();
+void PyGILState_Release(int);
+void PyErr_Fetch(void**, void**, void**);
+void PyErr_Restore(void*, void*, void*);
+
+// Frees the memory of a tensor. While an exception is raised, too: Python must not see it meanwhile.
+void (*delete_in_python)(void*) = nullptr;
+void delete_tensor(void* managed) {
+  const int state = PyGILState_Ensure();
+  void *kind, *value, *trace;
+  PyErr_Fetch(&kind, &value, &trace);
+  delete_in_python(managed);
+  PyErr_Restore(kind, value, trace);
+  PyGILState_Release(state);
+}
+void use_deleter(void (*given)(void*)) { delete_in_python = given; }
+
 void register_guard(int devices, const Calls* given) {
   num_devices = devices;
   calls = *given;

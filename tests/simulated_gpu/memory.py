@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
+
+from simulated_gpu import guard
 
 __all__ = ["host_alias", "tensor_over"]
 
@@ -51,6 +54,14 @@ def _delete(address: int) -> None:
     then()
 
 
+@functools.cache
+def _deleter() -> ctypes._CFuncPtr:
+    """Return what frees a tensor's memory wherever that happens, also while an exception is raised."""
+    library = guard.load()
+    library.use_deleter(_delete)
+    return DELETER(("delete_tensor", library))
+
+
 @atexit.register
 def _forget() -> None:
     """torch may free tensors after Python's end, when nothing can be called any more."""
@@ -87,7 +98,7 @@ def tensor_over(
     managed = _Tensor(
         address, CPU if device is None else EXTENSION, device or 0, len(size), _code(dtype), bits, 1
     )
-    managed.shape, managed.strides, managed.deleter = dims(*size), dims(*stride), _delete
+    managed.shape, managed.strides, managed.deleter = dims(*size), dims(*stride), _deleter()
     _alive[ctypes.addressof(managed)] = (managed, then)
     return from_dlpack(_new_capsule(ctypes.addressof(managed), b"dltensor", None))
 
