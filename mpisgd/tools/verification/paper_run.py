@@ -227,13 +227,17 @@ class PaperRun:
             self.x = {rank: Vec({**self.x[rank], **fresh[rank]}) for rank in self.ranks}
             begun = self.paper.start(fresh, self._world())
             self.state = carried_over(self.state, begun, {rank: rank for rank in self.ranks})
-        mine, now = self.x[self.ranks[0]], added[self.ranks[0]]
+        self.follow_dtypes()
+        return self._world(weight)
+
+    def follow_dtypes(self) -> None:
+        """Convert what is kept of parameters that the program has converted since the last step."""
+        mine, now = self.x[self.ranks[0]], self._values(self.ranks[0])
         new = {
             name: (mine[name].dtype, now[name].dtype) for name in mine if mine[name].dtype != now[name].dtype
         }
         if new:
             self.x, self.state = _converted(self.x, new), _converted(self.state, new)
-        return self._world(weight)
 
     def _end(self, w: World) -> None:
         self.state, x = self.paper.after(self.state, self._seen(), w)

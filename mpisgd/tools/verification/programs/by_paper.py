@@ -231,6 +231,7 @@ class ByPaper:
         """Let the runs go on from the parameters that there are, with what was alike in other ones."""
         self._runs = []
         for part, former in zip(self._parts, before, strict=True):
+            former.follow_dtypes()
             run, state = self._new_run(part), former.state
             if self._num_ranks == 1:  # it sends nothing, and keeps what a compressor had for other ranks
                 self._apart.setdefault(part.place, state)

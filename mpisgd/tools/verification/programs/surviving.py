@@ -221,6 +221,8 @@ class _ByPaper(ByPaper):
             training.weight = 1.0 if self._program.optimizers[0].sums else len(left)
             training.shrink(training.ranks)
         before = self._runs
+        for run in before:
+            run.follow_dtypes()
         self._begin()
         for run, former in zip(self._runs, before, strict=True):
             if len(left) > 1 or self._is_local:  # else nothing is compressed
