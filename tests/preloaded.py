@@ -5,13 +5,17 @@ Most jobs of these tests last a second, and to import torch takes each rank anot
 environment, working directory, files, cores and namespaces (on an emulated host), and whatever mpirun does to
 the rank is done to the child.
 
-It is not a start of Python: what a test says about imports, memory, or the command line of a process needs
-one. So does what hash seeds could hide, which are the same on all ranks here.
+Its end leaves torch as it is: to clear its modules and to unload its libraries takes longer than most of
+these programs. The program's own modules, objects, threads and libraries end as in any program.
+
+It is not a start of Python: what a test says about imports, memory, the end, or the command line of a process
+needs one. So does what hash seeds could hide, which are the same on all ranks here.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -30,11 +34,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
-import psutil  # noqa: F401
-import torch
-import torch.distributed
-import typer
+preloaded: dict[str, types.ModuleType] = {}
+
+
+def leave_preloaded_modules() -> None:
+    """Hide what was preloaded from the end of Python, which clears what it finds in `sys.modules`."""
+    for name in preloaded:
+        sys.modules.pop(name, None)
+
+
+atexit.register(leave_preloaded_modules)  # what is registered first, before torch's, runs last
+
+import numpy  # noqa: E402
+import psutil  # noqa: E402, F401
+import torch  # noqa: E402
+import torch.distributed  # noqa: E402
+import typer  # noqa: E402
 
 __all__: list[str] = []
 
@@ -241,8 +256,20 @@ def load_typer() -> None:
     typer.main.get_command(app).main([], standalone_mode=False)
 
 
+def keep_preloaded() -> None:
+    """Let the modules outlive Python, and their libraries the process; Python's own end as ever."""
+    own = {*sys.stdlib_module_names, "__main__"}
+    preloaded.update((name, m) for name, m in sys.modules.items() if name.partition(".")[0] not in own)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(preloaded))
+    c = ctypes.CDLL(None)
+    # Each runs before what was registered earlier, and after what the program's libraries register.
+    c.on_exit(c._exit, None)
+    c.on_exit(c.fcloseall, None)
+
+
 def main(path: str) -> None:
     load_typer()
+    keep_preloaded()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.executable = str(Path(path).with_name("python"))  # so that what a program starts is preloaded, too
     own_paths = [place for place in sys.path[1:] if place not in given]

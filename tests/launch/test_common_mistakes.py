@@ -168,7 +168,7 @@ def test_a_mistake_has_its_message(beginning, tmp_path):
     program = tmp_path / "train.py"
     program.write_text(FIRST + textwrap.dedent(text))
     limit_s = "3" if beginning.startswith("CollectiveTimeout") else "30"
-    done = run_python(str(program), num_ranks=num_ranks, env={"MPISGD_TIMEOUT_S": limit_s}, fresh=True)
+    done = run_python(str(program), num_ranks=num_ranks, env={"MPISGD_TIMEOUT_S": limit_s})
     assert done.returncode != 0
     assert re.search(pattern(the_message(beginning)), done.stderr, re.DOTALL), done.stderr
 

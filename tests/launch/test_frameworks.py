@@ -29,7 +29,6 @@ def outputs(tmp_path):
             num_ranks=NUM_RANKS,
             options=("sh", "-c", APART, "rank"),
             env={"FOLDER": str(tmp_path)},
-            fresh=True,
         )
         said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(NUM_RANKS)]
         assert done.returncode == 0, "\n".join([*said, done.stderr])

@@ -30,11 +30,13 @@ rank, size = mpisgd.rank(), mpisgd.size()
 def job(tmp_path):
     """Run a program's text on some ranks; the result, and what it took in seconds."""
 
-    def run(text: str, num_ranks: int | None, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        text: str, num_ranks: int | None, fresh: bool = False, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         program = tmp_path / "prog.py"
         program.write_text(START + textwrap.dedent(text))
         start = time.monotonic()
-        done = run_python(str(program), num_ranks=num_ranks, env=env)
+        done = run_python(str(program), num_ranks=num_ranks, env=env, fresh=fresh)
         done.seconds = time.monotonic() - start  # type: ignore[attr-defined]
         return done
 
@@ -315,6 +317,7 @@ def test_a_clean_end_is_silent(job, num_ranks, last):
         {last}
         """,
         num_ranks,
+        fresh=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

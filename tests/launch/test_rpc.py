@@ -34,10 +34,12 @@ def broken():
 def job(tmp_path):
     """Run a program's text on some ranks."""
 
-    def run(text: str, num_ranks: int = 3, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        text: str, num_ranks: int = 3, fresh: bool = False, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         program = tmp_path / "rpc_prog.py"
         program.write_text(START + textwrap.dedent(text))
-        return run_python(str(program), num_ranks=num_ranks, env=env)
+        return run_python(str(program), num_ranks=num_ranks, env=env, fresh=fresh)
 
     return run
 
@@ -66,7 +68,8 @@ def test_a_clean_end_is_silent_and_leaves_nothing(job, end):
         time.sleep(0.3 * rank)
         print(sum(rpc.rpc_sync(other, nap, (0.01,)) for other in range(size)), flush=True)
         {end}
-        """
+        """,
+        fresh=True,
     )
     assert (done.returncode, done.stderr, done.stdout.split()) == (0, "", ["3"] * 3)
     assert not of_mpisgd()
