@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from gpu_checks import jobs
 from gpu_checks.catalog import CHECKS, NCCL, Setting
 from gpu_checks.finding import FAILS
+from launcher import python
 from simulated_gpu.guard import has_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ SHORT = ("future",)  # the others are called in tests/gpu, without a job of thei
 def gpu_check(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     """Run it; its exit code, the report as data and as text."""
     command = [str(ROOT / "scripts" / "gpu_check"), "--output", str(folder), *options]
-    done = progress.run(command, env={**os.environ, "PYTHON": sys.executable}, written=[folder])
+    done = progress.run(command, env={**os.environ, "PYTHON": python()}, written=[folder])
     assert (folder / "report.json").exists(), done.stdout + done.stderr
     return (
         done.returncode,
