@@ -95,6 +95,7 @@ def test_collectives_messages_and_training_by_nccl_equal_one_process():
     assert done.stdout.split() == ["right"] * 3
 
 
+@pytest.mark.long  # tests/launch/test_lost_gpu_rank.py has it on one host, and NCCL between hosts is above
 def test_the_survivors_of_a_killed_rank_are_woken_and_go_on_between_hosts(tmp_path: Path):
     path = tmp_path / "lines"
     done = run_on("2,1", python(), str(LOST), str(path), options="--with-ft ulfm", logs=[path])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -64,8 +65,15 @@ def _are_close(ours: Any, theirs: Any, *, tol: float) -> tuple[bool, str]:
 KINDS = ["device", "host", "files"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", STAGES)
+# Where the state is does not depend on how gradients travel: each way has both stages and all kinds.
+SAID_BY_OTHERS = (("nccl", 1, "host"), ("nccl", 2, "files"), ("staging", 1, "files"), ("staging", 2, "host"))
+TRAININGS = [
+    pytest.param(*case, marks=pytest.mark.long if case in SAID_BY_OTHERS else ())
+    for case in itertools.product(("nccl", "staging"), STAGES, KINDS)
+]
+
+
+@pytest.mark.parametrize(("device", "stage", "kind"), TRAININGS, indirect=["device"])
 def test_the_training_is_that_of_synchronous(device, stage, kind, tmp_path):
     strategy = mpisgd.Sharded(stage, offload=offload(kind, tmp_path))
     check_same_bits(plain_step, strategy, tol=1e-12, optimizer=adam)

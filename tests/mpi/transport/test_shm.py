@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -97,9 +98,13 @@ def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op
 
 def test_operations_follow_each_other_without_a_race(shm):
     """A fast rank must not overwrite what a slow one still reads: many sizes, no pause, late ranks."""
+
+    @functools.cache  # to make them takes longer than the operation
+    def inputs_of(length: int, turn: int) -> list[torch.Tensor]:
+        return [given(rank + turn, torch.float64, (length,)) for rank in range(mpisgd.size())]
+
     for round_ in range(60):
-        length = (17, AT_ONCE_BYTES, BUFFER_BYTES // 8 + 5)[round_ % 3]
-        inputs = [given(rank + round_, torch.float64, (length,)) for rank in range(mpisgd.size())]
+        inputs = inputs_of((17, AT_ONCE_BYTES, BUFFER_BYTES // 8 + 5)[round_ % 3], round_ // 3 % 4)
         mine = inputs[mpisgd.rank()].clone()
         if round_ % mpisgd.size() == mpisgd.rank():
             torch.randn(200, 200) @ torch.randn(200, 200)

@@ -45,9 +45,16 @@ def check(mode: Mode, sabotages: list[Sabotage]) -> None:
     everyone(not wrong, f"{wrong}")
 
 
-# Pairs of a strategy and a compressor are tried on threads by tests/unit/fuzzing, and under MPI with --long.
+def is_pair(mode: Mode) -> bool:
+    """Whether it is one of all strategies with one of all compressors, or with none.
+
+    They are tried on threads by tests/unit/fuzzing, and under MPI with --long. Other modes have each of them.
+    """
+    return ", compress." in mode.name or ", Compression." in mode.name
+
+
 PLACES = [
-    pytest.param(place, mode, marks=pytest.mark.long if ", compress." in mode.name else ())
+    pytest.param(place, mode, marks=pytest.mark.long if is_pair(mode) else ())
     for place, mode in enumerate(HERE)
 ]
 

@@ -13,7 +13,7 @@ from mpisgd.job.malloc_settings import KEPT, MALLOC_VARIABLES
 
 PROGRAM = """
     import ctypes, os
-    import psutil, torch
+    import numpy, psutil
     from mpisgd.job.malloc_settings import describe, keep_freed_memory, return_freed_memory
 
     class Mallinfo2(ctypes.Structure):
@@ -25,7 +25,7 @@ PROGRAM = """
 
     def mapped():
         before = libc.mallinfo2().hblks
-        tensor = torch.ones(16 * 2**20)  # 64 MiB
+        array = numpy.ones(16 * 2**20, numpy.float32)  # 64 MiB
         return libc.mallinfo2().hblks - before
 
     def resident():
