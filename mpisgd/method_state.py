@@ -20,7 +20,7 @@ In a `state_dict` it is the entry "mpisgd":
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,12 +39,15 @@ __all__ = [
     "check_version",
     "copied",
     "digests",
+    "entry_of",
     "forget_own",
     "has_rebuilt",
     "mean_of",
     "names_of",
     "own",
+    "own_of",
     "part",
+    "parts_of",
     "pieces_of",
     "restart",
     "take",
@@ -57,6 +60,8 @@ VERSION = 1  # of that entry; a reader refuses any other one
 OWNER, LOST = "owner", "lost"  # keys of a field's metadata
 DROP, REBUILD = "drop", "rebuild"
 PLAIN = (bool, int, float, str, dict)  # a dict is empty before the first step
+
+T = TypeVar("T")
 
 
 class Pieces(NamedTuple):
@@ -208,13 +213,19 @@ def begun(state: Any) -> dict[str, Any]:
 
 def without_parts(state: Any, pieces: Pieces, kind: type) -> Pieces:
     """Return pieces without those of the parts of a state that are of a class."""
-    declared = _declared(state) if state is not None else ()
-    parts = {
-        each.name
-        for each, owner in declared
-        if owner == "part" and isinstance(getattr(state, each.name), kind)
-    }
+    parts = _parts(state, kind)
     return Pieces(*({name: v for name, v in of_one.items() if name not in parts} for of_one in pieces))
+
+
+def parts_of(state: Any, kind: type[T]) -> Iterable[T]:
+    """Return the parts of a state that are of a class."""
+    return _parts(state, kind).values()
+
+
+def _parts(state: Any, kind: type[T]) -> dict[str, T]:
+    declared = _declared(state) if state is not None else ()
+    parts = {each.name: getattr(state, each.name) for each, owner in declared if owner == "part"}
+    return {name: value for name, value in parts.items() if isinstance(value, kind)}
 
 
 def take(
@@ -292,6 +303,49 @@ def copied(value: Any, like: Tensor | None = None) -> Any:
 def mean_of(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the mean of tensors of the same keys."""
     return {key: torch.stack([replica[key] for replica in replicas]).mean(0) for key in replicas[0]}
+
+
+def entry_of(
+    pieces: Pieces,
+    *,
+    of: str,
+    rank: int,
+    size: int,
+    steps: int,
+    compression: str = "",
+    begun: Iterable[str] = (),
+    has_own: bool = True,
+) -> dict[str, Any]:
+    """Return what a state_dict has of a method; see above.
+
+    Args:
+        pieces: of its state.
+        of: its name.
+        rank: whose it is.
+        size: how many ranks there are.
+        steps: how many there were.
+        compression: what the compressor keeps its state as.
+        begun: keys of the tensors that have entries.
+        has_own: whether what is the rank's own is there.
+    """
+    entry = {
+        "version": VERSION,
+        "of": of,
+        "compression": compression,
+        "rank": rank,
+        "size": size,
+        "steps": steps,
+        "begun": sorted(begun),
+        "alike": pieces.alike,
+        "own": pieces.own if has_own else None,
+    }
+    return {ENTRY: entry}
+
+
+def own_of(entry: Mapping[str, Any], rank: int, size: int) -> dict[str, Any] | None:
+    """Return what is a rank's own of an entry; None: it is another one's, or of another number of ranks."""
+    mine: dict[str, Any] | None = entry["own"] if (entry["rank"], entry["size"]) == (rank, size) else None
+    return mine
 
 
 def check_version(entry: Mapping[str, Any]) -> None:

@@ -29,8 +29,11 @@ __all__ = [
     "Codec",
     "Compressor",
     "Contraction",
+    "HasMomentum",
     "Traits",
     "codec_of",
+    "has_momentum",
+    "inner_of",
     "is_contraction",
     "wire_dtype_of",
 ]
@@ -67,10 +70,13 @@ class BucketReducer(abc.ABC):
             text or tuple is copied to all buckets; any other value is kept only for a bucket of the same
             parameters. A field is None before the first step, and in a bucket with new parameters.
         leads_alone: whether only some ranks have the fields that are marked as `alike`.
+        is_fresh: whether `state` was replaced, or is that before the first step; who must know of it sets it
+            to False.
     """
 
     state: Any = None
     leads_alone: ClassVar[bool] = False
+    is_fresh = True
 
     @abc.abstractmethod
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
@@ -106,6 +112,7 @@ class BucketReducer(abc.ABC):
 
     def reset(self) -> None:
         """Reset the state to that before the first step."""
+        self.is_fresh = True
         restart(self.state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,6 +121,7 @@ class BucketReducer(abc.ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict()` has returned; missing fields are reset."""
+        self.is_fresh = True
         restart(self.state)
         for name in names_of(self.state) & set(state):
             setattr(self.state, name, state[name])
@@ -141,7 +149,6 @@ class Traits:
 
     Attributes:
         dtypes: of the buckets that it applies to; others are summed as they are.
-        has_momentum: whether it takes the place of the optimizer's momentum, which must be off then.
         has_magnitudes: whether what arrives is about as large as what was sent, as models need it that are
             averaged.
         is_homogeneous: whether of gradients a times as large, a > 0, a times as much arrives, as of a mean.
@@ -154,7 +161,6 @@ class Traits:
     """
 
     dtypes: frozenset[torch.dtype] = frozenset(FLOATING)
-    has_momentum: bool = False
     has_magnitudes: bool = True
     is_homogeneous: bool = True
     is_additive: bool = True
@@ -194,11 +200,22 @@ class Contraction(Protocol):
         """
 
 
+@runtime_checkable
+class HasMomentum(Protocol):
+    """The role of a compressor whose momentum takes the place of the optimizer's, which must be off then.
+
+    Attributes:
+        momentum: 0 or more, below 1; 0: there is none.
+    """
+
+    momentum: float
+
+
 @dataclass(frozen=True)
 class Compressor(abc.ABC):
     """How buckets of gradients are sent. A subclass is a frozen dataclass with the same fields on all ranks.
 
-    Subclasses with further abilities derive from `Casting`, `Contraction` or `Choosing`.
+    Subclasses with further abilities derive from `Casting`, `Contraction`, `HasMomentum` or `Choosing`.
     """
 
     @classmethod
@@ -243,6 +260,18 @@ def wire_dtype_of(compressor: Compressor, dtype: torch.dtype) -> torch.dtype | N
 def codec_of(compressor: Compressor, layout: BucketLayout) -> Codec | None:
     """Return the codec of a `Contraction`; None of others."""
     return compressor.codec(layout) if isinstance(compressor, Contraction) else None
+
+
+def inner_of(compressor: Compressor) -> list[Compressor]:
+    """Return the compressors that one is made of: those among its fields."""
+    return [value for value in vars(compressor).values() if isinstance(value, Compressor)]
+
+
+def has_momentum(compressor: Compressor) -> bool:
+    """Return whether a compressor has a momentum, or one that it is made of or may choose."""
+    inside = compressor.candidates if isinstance(compressor, Choosing) else inner_of(compressor)
+    own = isinstance(compressor, HasMomentum) and compressor.momentum > 0
+    return own or any(map(has_momentum, inside))
 
 
 def is_contraction(compressor: Compressor) -> bool:

@@ -5,9 +5,7 @@ before anything else, what is kept is float32, and what arrives is rounded once.
 """
 
 import abc
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +42,7 @@ class WideningReducer(BucketReducer):
     """
 
     def __init__(self, inner: BucketReducer) -> None:
-        self._inner = inner
+        self._inner, self.state = inner, inner.state
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Reduce the widened bucket, and round what comes out; see `BucketReducer.reduce`."""
@@ -59,15 +57,3 @@ class WideningReducer(BucketReducer):
     def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return what the other reducer says."""
         return self._inner.kept_apart(start, stop)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self._inner.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the other reducer keeps."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
-        self._inner.load_state_dict(state)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import Compressor, has_momentum
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["Count", "Weight", "weight_of", "why_not_weighted"]
@@ -87,7 +87,7 @@ def why_not_weighted(compressor: Compressor) -> str:
     traits = compressor.traits
     if traits.replaces_op:
         return f"{compressor}: no gradient counts nothing in it"
-    if traits.has_momentum:
+    if has_momentum(compressor):
         return f"{compressor}: it has a momentum, which a rank without data would go on sending"
     if not (traits.has_magnitudes and traits.is_homogeneous):
         return f"{compressor}: what it sends of a gradient does not grow with the gradient"

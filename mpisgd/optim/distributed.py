@@ -180,6 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
                 options = with_chosen_compression(training.params, members, options)
                 self._synchronizer = strategy.synchronizer(training._replace(options=options))
+                self._synchronizer.open()
                 self._keeper = StateKeeper(self._synchronizer)
                 self._window = AccumulationWindow(
                     self._synchronizer.gradients,
@@ -393,13 +394,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             group: the ranks that train together, all of the job by default.
+
+        Raises:
+            InvalidArgument: the strategy does not go with these ranks, or cannot change them.
         """
         members = group_or_world(group)
         whole = "" if self._synchronizer.has_whole_state else ", with a part of the state"
         named = self._synchronizer.training.named
+        self.strategy.check(self._synchronizer.training._replace(group=members))
         self._owner = _new_owner(self, named, members)
         with owned_by(self._owner):
             agree_on("rebuild", named, members, extra=self._summary + whole)
+            if why := self._synchronizer.why_fixed:
+                raise InvalidArgument(f"rebuild: the ranks change, and {why}")
             if self._chooses_compression:  # new ranks may have chosen another one
                 self._synchronizer.use_compression(broadcast_object(self.compression, group=members))
             self._synchronizer.move_to(members)

@@ -54,7 +54,6 @@ class Auto(Compressor):
         each = [candidate.traits for candidate in self.candidates]
         return Traits(
             dtypes=frozenset().union(*(traits.dtypes for traits in each)),
-            has_momentum=any(traits.has_momentum for traits in each),
             has_magnitudes=all(traits.has_magnitudes for traits in each),
             is_homogeneous=all(traits.is_homogeneous for traits in each),
             is_additive=all(traits.is_additive for traits in each),

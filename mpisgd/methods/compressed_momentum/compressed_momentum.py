@@ -28,10 +28,11 @@ from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.method_state import (
     ENTRY,
-    VERSION,
     check_version,
+    entry_of,
     forget_own,
     mean_of,
+    own_of,
     part,
     pieces_of,
     restart,
@@ -39,6 +40,7 @@ from mpisgd.method_state import (
 )
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.compressed_momentum.compressed_average import CompressedAverage
+from mpisgd.methods.compressed_momentum.means import make_means
 from mpisgd.methods.compressed_momentum.moments import Trained, TrainedParameters
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_default, no, yes
 from mpisgd.parameters.parameter_names import agree_on, name_parameters
@@ -105,6 +107,8 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         group: the ranks.
         spans_job: whether all ranks of the job train together: no group was chosen.
         num_steps: number of steps so far.
+        saved_as_mean: entries of a parameter's state of which each rank has its own, linear in the gradients:
+            the mean over the ranks is saved, and stands for each of them.
 
     Raises:
         InvalidArgument, UnsupportedTensor: found locally, before anything is sent.
@@ -113,11 +117,13 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
 
     _keeps_models_equal: ClassVar[bool] = True  # after every step
     goes_with: ClassVar[GoesWith] = GOES_WITH
+    saved_as_mean: ClassVar[tuple[str, ...]] = ()
     _step_supports_amp_scaling = True  # GradScaler leaves the decision to `step()` then, on every rank
     # What a deep copy takes over beside what all torch optimizers have.
     _copied: ClassVar[tuple[str, ...]] = (
         "_agreed",
         "_has_started",
+        "_have_means",
         "_kept",
         "_owner",
         "group",
@@ -133,6 +139,7 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
     def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
         self._agreed = agreed
         self._kept = self._new_state_of_method()
+        self._have_means = False  # whether what is saved as a mean is that on all ranks
         self._reducer: GradientReducer | None = None  # None: not all parameter groups are known
         super().__init__(params, defaults)
         self._join(group, type(self).__name__, self._settings())
@@ -176,7 +183,10 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         )
 
     def _new_state_of_method(self) -> Any:
-        """Return what is kept beside the state of parameters, before the first step; see `method_state`."""
+        """Return what is kept beside the state of parameters, before the first step; see `method_state`.
+
+        None: nothing.
+        """
         return Kept()
 
     def _settings(self) -> str:
@@ -235,6 +245,7 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         with owned_by(self._owner):
             self._check_start(self.num_steps + 1)
             self.num_steps += 1
+            self._have_means = False
             self._update()
         return loss
 
@@ -294,25 +305,22 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         """Return the state, as other torch optimizers do.
 
         The entry "mpisgd", which others ignore, has what is this rank's own, such as its errors. They are of
-        use to the same rank among as many ones only.
+        use to the same rank among as many ones only. Collective where something is `saved_as_mean`: the ranks
+        go on from the mean, too, which changes nothing but the rounding.
         """
+        if self.saved_as_mean and self.group.size > 1:
+            with owned_by(self._owner):
+                self._have_means = make_means(
+                    self.saved_as_mean, list(self._trained()), self.group, made=self._have_means
+                )
         return {**super().state_dict(), **self.method_entry()}
 
     def method_entry(self) -> dict[str, Any]:
-        """Return the entry "mpisgd" of `state_dict()`."""
-        pieces = pieces_of(self._kept)
-        entry = {
-            "version": VERSION,
-            "of": self.method,
-            "compression": "",
-            "rank": self.group.rank,
-            "size": self.group.size,
-            "steps": self.num_steps,
-            "begun": [],
-            "alike": pieces.alike,
-            "own": pieces.own,
-        }
-        return {ENTRY: entry}
+        """Return the entry "mpisgd" of `state_dict()`; {} where nothing is kept beside that of parameters."""
+        if self._kept is None:
+            return {}
+        rank, size = self.group.rank, self.group.size
+        return entry_of(pieces_of(self._kept), of=self.method, rank=rank, size=size, steps=self.num_steps)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, also one of torch.optim.Adam. All ranks load the same, or each its own.
@@ -329,6 +337,7 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
             check_version(entry)
         super().load_state_dict(state_dict)
         self._no_variance.clear()
+        self._have_means = True
         steps = [int(trained.state["step"]) for trained in self._trained() if "step" in trained.state]
         self._complete_state()
         self.num_steps = max(steps, default=0)
@@ -341,8 +350,7 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
             restart(self._kept)
             return
         self.num_steps = entry["steps"]
-        is_mine = (entry["rank"], entry["size"]) == (self.group.rank, self.group.size)
-        take(self._kept, entry["alike"], entry["own"] if is_mine else None, {})
+        take(self._kept, entry["alike"], own_of(entry, self.group.rank, self.group.size), {})
 
     @property
     def method(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_count, check_flag, check_positive, check_ratio, shown
-from mpisgd.compress.compressor import BucketLayout, Traits
+from mpisgd.compress.compressor import BucketLayout, HasMomentum, Traits
 from mpisgd.compress.residual import Residual, Waiting, fitted
 from mpisgd.compress.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse_reducer import SparseReducer
@@ -32,7 +32,7 @@ __all__ = ["DeepGradient", "DeepGradientReducer", "MomentumCorrection", "clip_ea
 
 
 @dataclass(frozen=True)
-class DeepGradient(WideCompressor):
+class DeepGradient(WideCompressor, HasMomentum):
     """Deep gradient compression: top-k with momentum correction, factor masking, clipping and warm-up.
 
     The compressor has the momentum, so wrap `torch.optim.SGD(momentum=0)`. An optimizer with a momentum of
@@ -92,10 +92,7 @@ class DeepGradient(WideCompressor):
     @cached_property
     def traits(self) -> Traits:
         """With a velocity, the same gradient counts in later steps; what is clipped is no multiple."""
-        has_velocity = self.momentum > 0
-        return Traits(
-            has_momentum=has_velocity, is_additive=not has_velocity, is_homogeneous=self.clip_norm is None
-        )
+        return Traits(is_additive=self.momentum == 0, is_homogeneous=self.clip_norm is None)
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step, counted from 0."""

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from mpisgd.arguments import check_count, check_positive, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
-from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import InvalidArgument, PeerLost
+from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
 from mpisgd.methods.diloco import paper
@@ -359,16 +358,10 @@ class DiLoCoSynchronizer(LocalSynchronizer):
 
     def arrive(self) -> None:
         """See `Synchronizer`."""
-        for fragment in self._fragments:
-            fragment.arrive()
-            fragment.note_options()
-
-    def move_to(self, group: Group) -> None:
-        """See `Synchronizer`: what was on its way when a rank was lost never arrives, and is in no commit."""
-        for fragment in self._fragments:
-            with contextlib.suppress(PeerLost):
-                fragment.arrive()
-        super().move_to(group)
+        with contextlib.ExitStack() as each:  # also of the others, where one was sent by a rank that is lost
+            for fragment in self._fragments:
+                each.callback(fragment.arrive)
+                fragment.note_options()
 
     def synchronize(self) -> None:
         """Begin and finish what is due. Collective where anything is."""

@@ -9,7 +9,7 @@ gradients, and their mean is that of the paper:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
 from typing import Any, ClassVar
 
@@ -17,26 +17,23 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_seed, shown
-from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.compress.randomness import generator
 from mpisgd.core.group import Group
-from mpisgd.core.owner import owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.compressed_momentum.compressed_momentum import (
     GOES_WITH,
     CompressedMomentumOptimizer,
 )
+from mpisgd.methods.compressed_momentum.means import combine
 from mpisgd.methods.compressed_momentum.moments import Trained
 from mpisgd.methods.dion.paper import rank_of
 from mpisgd.methods.muon.matrix_groups import (
     ADAMW,
     ALGORITHM,
+    OptimizerByAlgorithm,
     adamw_settings,
-    add_groups,
     by_algorithm,
-    check_algorithms,
     check_rate,
     run_step,
 )
@@ -53,12 +50,7 @@ SCALES: Mapping[str, Callable[[torch.Size], float]] = {
 }
 
 
-@dataclass
-class Kept:
-    """Nothing beside the state of parameters."""
-
-
-class Dion(CompressedMomentumOptimizer):
+class Dion(OptimizerByAlgorithm, CompressedMomentumOptimizer):
     """Orthonormal updates of low rank for the matrices of a model, torch.optim.AdamW for the rest.
 
         optimizer = mpisgd.Dion(model.named_parameters(), lr=2e-3, adamw=["embedding", "head"])
@@ -98,7 +90,9 @@ class Dion(CompressedMomentumOptimizer):
     goes_with: ClassVar[GoesWith] = replace(
         GOES_WITH, of="Dion", checkpoint=yes("`state_dict()` is collective: the mean of the momenta")
     )
-    _copied = (*CompressedMomentumOptimizer._copied, "_is_common", "_of_algorithm", "_seed")
+    saved_as_mean = ("momentum",)
+    _matrices = DION
+    _copied = (*CompressedMomentumOptimizer._copied, "_of_algorithm", "_seed")
 
     @classmethod
     def examples(cls) -> Sequence[Mapping[str, Any]]:
@@ -134,7 +128,7 @@ class Dion(CompressedMomentumOptimizer):
             )
         rest_lr = lr if adamw_lr is None else adamw_lr
         rest_decay = weight_decay if adamw_weight_decay is None else adamw_weight_decay
-        self._of_algorithm: Mapping[str, Mapping[str, Any]] = {
+        self._of_algorithm = {
             DION: {
                 "lr": lr,
                 "weight_decay": weight_decay,
@@ -146,21 +140,15 @@ class Dion(CompressedMomentumOptimizer):
         }
         check_seed("Dion", seed)
         self._seed = seed
-        self._is_common = False  # whether all ranks have the same momentum
         super().__init__(by_algorithm("Dion", params, DION, adamw), {}, group, agreed=f"seed={seed}")
 
     def _new_state_of_method(self) -> Any:
-        return Kept()
+        return None
 
     def _settings(self) -> str:
         left_out = ("params", "param_names")
         groups = [{k: v for k, v in group.items() if k not in left_out} for group in self.param_groups]
         return str(groups)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters later. Collective; those of a group without an "algorithm" become two groups."""
-        groups = by_algorithm("Dion", [param_group], DION)
-        add_groups(self.param_groups, super().add_param_group, groups, self._of_algorithm)
 
     # -- a step -------------------------------------------------------------------------------------
 
@@ -170,7 +158,6 @@ class Dion(CompressedMomentumOptimizer):
         updated = [trained for trained, here in zip(everything, exist, strict=True) if here]
         matrices = [trained for trained in updated if trained.settings[ALGORITHM] == DION]
         rest = [trained for trained in updated if trained.settings[ALGORITHM] == ADAMW]
-        self._is_common = False
         for trained in matrices:
             self._add_gradient(trained)
         bases, factors = self._factors(matrices, [_gradient(trained) for trained in rest])
@@ -210,69 +197,10 @@ class Dion(CompressedMomentumOptimizer):
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         if self.group.size > 1:
-            _all_reduce(tensors, ReduceOp.AVG, self.group)
-
-    # -- the state ----------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as other torch optimizers do. Collective: of the momenta it is the mean.
-
-        The ranks go on from this mean, which changes nothing but the rounding.
-        """
-        with owned_by(self._owner):
-            self._make_common()
-        return super().state_dict()
-
-    @torch.no_grad()
-    def _make_common(self) -> None:
-        """Let all ranks that have a momentum have the mean. Collective.
-
-        Where some have loaded a state since their last step and others have not, all keep what they have.
-        """
-        if self.group.size == 1:
-            return
-        matrices = [each for each in self._trained() if each.settings[ALGORITHM] == DION]
-        have = [int("momentum" in state) for _, state, _ in matrices]
-        counts = torch.tensor([int(any(have) and not self._is_common), int(any(have)), *have])
-        all_reduce(counts, ReduceOp.SUM, self.group)
-        num_apart, num_with, *num_have = counts.tolist()
-        if not num_apart or num_apart < num_with:
-            return
-        kept = [state.get("momentum") for _, state, _ in matrices]
-        sums = [
-            torch.zeros_like(param) if momentum is None else momentum
-            for (param, _, _), momentum in zip(matrices, kept, strict=True)
-        ]
-        _all_reduce(sums, ReduceOp.SUM, self.group)
-        for momentum, count in zip(sums, num_have, strict=True):
-            momentum.div_(max(1, count))
-        self._is_common = any(have)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state. All ranks load the same, or each what it has saved in the same moment.
-
-        Raises:
-            InvalidArgument: it is of groups that other algorithms update.
-        """
-        check_algorithms("Dion", self.param_groups, state_dict)
-        super().load_state_dict(state_dict)
-        self._is_common = True
-
-    def method_entry(self) -> dict[str, Any]:
-        """Return nothing: `state_dict()` has what all ranks have alike."""
-        return {}
+            combine(tensors, ReduceOp.AVG, self.group)
 
     def _complete_state(self) -> None:
         """See `TrainedParameters`: a state has all that there is."""
-
-
-def _all_reduce(tensors: Sequence[Tensor], op: ReduceOp, group: Group) -> None:
-    """Combine tensors, also such as do not lie in the order of their elements. Collective."""
-    dense = [tensor.contiguous() for tensor in tensors]
-    all_reduce_coalesced(dense, op, group)
-    for tensor, combined in zip(tensors, dense, strict=True):
-        if tensor is not combined:
-            tensor.copy_(combined)
 
 
 def _gradient(trained: Trained) -> Tensor:

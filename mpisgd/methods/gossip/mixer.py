@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from mpisgd.compress.compressor import wire_dtype_of
-from mpisgd.core.group import Group
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.neighbor_all_reduce import WireDtype, mix
 from mpisgd.methods.strategy.local_training import LocalSynchronizer
@@ -88,12 +87,3 @@ class Mixer(LocalSynchronizer):
         number = step // self._every - 1
         for alike in by_device.values() or [[]]:
             mix(alike, self._graph, self.training.group, number, wire_dtype=wire_dtype)
-
-    def move_to(self, group: Group) -> None:
-        """See `Synchronizer`.
-
-        Raises:
-            InvalidArgument: the graph is none for as many ranks as there are now; on all of them.
-        """
-        super().move_to(group)
-        self._graph.check_mixing(NAME, self.training.group.size, doubly=self.doubly)

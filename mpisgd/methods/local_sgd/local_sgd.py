@@ -24,7 +24,6 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
 from mpisgd.method_state import alike, part
 from mpisgd.methods.local_sgd import paper
@@ -34,6 +33,7 @@ from mpisgd.methods.strategy.example_counts import ExampleCounts, mean_in_place
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, WEIGHTED, LocalSynchronizer
+from mpisgd.methods.strategy.replicated import reducer_of
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
@@ -130,8 +130,10 @@ class LocalSGD(Strategy):
     def period_after(self, num_means: int) -> int:
         """Return the period after this number of means over all ranks."""
         period = self.period
-        for _ in range(num_means if self.growth > 1 else 0):
-            period = self.next_period(period)
+        for _ in range(num_means):
+            before, period = period, self.next_period(period)
+            if period == before:  # for good
+                break
         return period
 
     def is_due_on_host(self, since_mean: int) -> bool:
@@ -189,9 +191,7 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         super().__init__(training)
         self._strategy = strategy
         self.state = _State()
-        self._period = strategy.period
         self._host: tuple[Group, Group | None] | None = None  # of which group, and its ranks of this host
-        self._open_warm_up()
 
     # -- what is derived -----------------------------------------------------
 
@@ -218,29 +218,20 @@ class LocalSGDSynchronizer(LocalSynchronizer):
             new = {key: tensor for key, tensor in self.tensors().items() if key not in last}
             last.update(self.common_copies(new))
 
-    def loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Synchronizer`: the period follows from how many there were."""
-        self._period = self._strategy.period_after(self.state.num_means)
-        self._choose_gradients()
+    def open(self) -> None:
+        """Make what reduces gradients during the warm-up."""
+        warm_up = self._strategy.warmup_steps > 0
+        self._reducer = reducer_of(self.training, self.state.warm_up) if warm_up else None
 
-    def move_to(self, group: Group) -> None:
-        """See `Synchronizer`. A warm-up goes on with new gradients."""
-        super().move_to(group)
-        self._open_warm_up()
+    @property
+    def gradients(self) -> GradientSync:  # type: ignore[override]  # what others say once
+        """Reduces gradients during the warm-up, and leaves them on their rank afterwards."""
+        is_warm = self.num_steps < self._strategy.warmup_steps
+        return self._reducer if is_warm and self._reducer is not None else LocalSynchronizer.gradients
 
-    def _open_warm_up(self) -> None:
-        self._reducer = None
-        if self._strategy.warmup_steps:
-            training = self.training
-            self._reducer = GradientReducer(training.named, training.group, training.options)
-            self.state.warm_up.move_to(())  # lets go of the buckets of the ranks before
-            self._reducer.compression_state = self.state.warm_up
-        self._choose_gradients()
-
-    def _choose_gradients(self) -> None:
-        """Reduce gradients during the warm-up, and leave them on their rank afterwards."""
-        warm = self.num_steps < self._strategy.warmup_steps
-        self.gradients = self._reducer if warm and self._reducer is not None else GradientSync()
+    @property
+    def _period(self) -> int:
+        return self._strategy.period_after(self.state.num_means)
 
     # -- a step -------------------------------------------------------------------------------------
 
@@ -251,13 +242,11 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         if self.num_steps <= warmup_steps:
             if self.num_steps == warmup_steps:
                 state.examples.begin(MEAN)
-                self._choose_gradients()
                 self._note_last(again=True)
             return
         state.since_mean += 1
         if state.since_mean >= self._period:
-            state.since_mean, self._period = 0, self._strategy.next_period(self._period)
-            state.num_means += 1
+            state.since_mean, state.num_means = 0, state.num_means + 1
             self._average()
         elif self._host is not None and self._strategy.is_due_on_host(state.since_mean):
             host = self._host[1]

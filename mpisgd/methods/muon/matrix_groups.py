@@ -6,9 +6,9 @@
 Embeddings and heads are matrices, too, and are known by their names only.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,9 @@ from mpisgd.sharding.elementwise import single_step
 __all__ = [
     "ADAMW",
     "ALGORITHM",
+    "OptimizerByAlgorithm",
     "adamw_settings",
-    "add_groups",
     "by_algorithm",
-    "check_algorithms",
     "check_rate",
     "run_step",
 ]
@@ -67,27 +66,35 @@ def by_algorithm(kind: str, params: Any, matrices: str, adamw: Iterable[str] = (
     return groups
 
 
-def add_groups(
-    param_groups: list[dict[str, Any]],
-    add: Callable[[dict[str, Any]], None],
-    groups: Iterable[Mapping[str, Any]],
-    settings: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Add groups to an optimizer, all or none.
+class OptimizerByAlgorithm(torch.optim.Optimizer):
+    """An optimizer whose parameter groups have one algorithm each.
 
-    Args:
-        param_groups: the optimizer's.
-        add: adds one group to them.
-        groups: see `by_algorithm`.
-        settings: by algorithm, those that a group may leave out.
+    Attributes:
+        _matrices: the algorithm of matrices.
+        _of_algorithm: by algorithm, the settings that a group may leave out.
     """
-    num_groups = len(param_groups)
-    try:
-        for group in groups:
-            add({**settings[group[ALGORITHM]], **group})
-    except BaseException:
-        del param_groups[num_groups:]
-        raise
+
+    _matrices: ClassVar[str]
+    _of_algorithm: Mapping[str, Mapping[str, Any]]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later; those of a group without an "algorithm" are divided into two groups."""
+        num_groups = len(self.param_groups)
+        try:  # all or none
+            for group in by_algorithm(type(self).__name__, [param_group], self._matrices):
+                super().add_param_group({**self._of_algorithm[group[ALGORITHM]], **group})
+        except BaseException:
+            del self.param_groups[num_groups:]
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, as other torch optimizers do.
+
+        Raises:
+            InvalidArgument: it is of groups that other algorithms update.
+        """
+        _check_algorithms(type(self).__name__, self.param_groups, state_dict)
+        super().load_state_dict(state_dict)
 
 
 def _groups_of(params: Any) -> list[dict[str, Any]]:
@@ -152,7 +159,7 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatch(name, pattern)
 
 
-def check_algorithms(kind: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
+def _check_algorithms(kind: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
     """Raise where a state has other algorithms than the groups that are to load it.
 
     Raises:

@@ -15,10 +15,9 @@ from mpisgd.errors import UnsupportedTorch
 from mpisgd.methods.muon.matrix_groups import (
     ADAMW,
     ALGORITHM,
+    OptimizerByAlgorithm,
     adamw_settings,
-    add_groups,
     by_algorithm,
-    check_algorithms,
     check_rate,
     run_step,
 )
@@ -29,7 +28,7 @@ __all__ = ["MuonWithAdamW"]
 MUON = "muon"
 
 
-class MuonWithAdamW(torch.optim.Optimizer):
+class MuonWithAdamW(OptimizerByAlgorithm):
     """torch.optim.Muon for the matrices of a model, torch.optim.AdamW for all other parameters.
 
         optimizer = mpisgd.MuonWithAdamW(model.named_parameters(), lr=2e-3, adamw=["embedding", "head"])
@@ -53,6 +52,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         InvalidArgument: a number makes no sense, or `adamw` has a name that no parameter has.
         UnsupportedTorch: this torch has no Muon.
     """
+
+    _matrices = MUON
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._settings: Mapping[str, Mapping[str, Any]] = {
+        self._of_algorithm = {
             MUON: _muon_settings(muon),
             ADAMW: adamw_settings(kind, rest_lr, adamw_betas, adamw_eps, rest_decay),
         }
@@ -90,21 +91,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles have."""
-        return {**super().__getstate__(), "_settings": self._settings}
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters later; those of a group without an "algorithm" are divided into two groups."""
-        groups = by_algorithm(type(self).__name__, [param_group], MUON)
-        add_groups(self.param_groups, super().add_param_group, groups, self._settings)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state.
-
-        Raises:
-            InvalidArgument: it is of groups that other algorithms update.
-        """
-        check_algorithms(type(self).__name__, self.param_groups, state_dict)
-        super().load_state_dict(state_dict)
+        return {**super().__getstate__(), "_of_algorithm": self._of_algorithm}
 
     def whole_update_work(self, param: Tensor, options: Mapping[str, Any]) -> float | None:
         """Return what the update of a matrix takes; None: each element is updated by itself.

@@ -9,13 +9,12 @@ Where two ranks update an element at the same time one of the updates may be los
 is rare. Each rank's optimizer keeps a state of its own. With n ranks and op=AVG each gradient counts 1/n.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.parameter_server.layout import PARAMETER, lay_out_shards
 from mpisgd.methods.parameter_server.worker import Worker
@@ -27,8 +26,9 @@ __all__ = ["LockFree"]
 class LockFree(Worker):
     """Puts the parameters into the first rank's memory of a window, and scales gradients around a step."""
 
-    def _open(self) -> None:
-        super()._open()
+    def open(self) -> None:
+        """See `Worker`."""
+        super().open()
         group, named = self.training.group, self.training.named
         schemas = [{PARAMETER: (tuple(param.shape), param.dtype)} for _, param in named]
         (layout,) = lay_out_shards(schemas, 1, group.size)
@@ -87,18 +87,7 @@ class LockFree(Worker):
         self._end_update()
         self._go_on()
 
-    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Take over parameters that were added. Collective."""
-        self._leave()
-        super().extend(named)
-        self._open()
-
-    def move_to(self, group: Group) -> None:
-        """Go on with other ranks, from the parameters as they are."""
-        self._leave()
-        super().move_to(group)
-
-    def _leave(self) -> None:
+    def close(self) -> None:
         """Give the parameters memory of their own."""
         if self._own_grads:
             raise InvalidArgument("ParameterServer: parameters cannot change in the middle of a step")

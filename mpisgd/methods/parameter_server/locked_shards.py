@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.consistency import Operation
-from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.event_log import Entry, Place, grads_of
 from mpisgd.gradients.fusion_buffer import laid_out
@@ -60,10 +59,13 @@ class LockedShards(Worker):
         self._push_every, self._pull_every = push_every, pull_every
         self._hidden = HiddenParameters(training.optimizer)
         self._runs_closure = False
+        self._accrued: dict[int, Tensor] = {}
+        self._num_steps = 0
         super().__init__(training, staleness, servers)
 
-    def _open(self) -> None:
-        super()._open()
+    def open(self) -> None:
+        """See `Worker`."""
+        super().open()
         group, optimizer = self.training.group, self.training.optimizer
         self._is_on_one_host = group.shared_memory is not None or group.size == 1
         self._group_of = [
@@ -74,8 +76,6 @@ class LockedShards(Worker):
         layouts = [layout for layout in lay_out_shards(schemas, len(owners), group.size) if layout.entries]
         group.queue.run(Operation("ParameterServer", extra=f"shards={layouts}"), lambda: None)
         self._memory = ShardMemory(layouts, owners[: len(layouts)], group)
-        self._accrued: dict[int, Tensor] = {}
-        self._num_steps = 0
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -229,15 +229,16 @@ class LockedShards(Worker):
             self._memory.commit(shard)
 
     def _publish_once(self) -> None:
-        was_published = self._is_published
+        was_fresh = self.is_fresh
         super()._publish_once()
-        if not was_published:
+        if was_fresh:
             self.training.optimizer.state = DividedState()
+            self._accrued, self._num_steps = {}, 0  # of what was before a load nothing counts
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state as it is in the shards now. Not collective."""
+        """Return the state as it is in the shards now, where the wrapped optimizer's is. Not collective."""
         self._show()
-        if not self._is_published:
+        if self.is_fresh:
             return make()
         optimizer = self.training.optimizer
         try:
@@ -261,39 +262,23 @@ class LockedShards(Worker):
     @property
     def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
         """Whether this rank can read the state of all parameters, also when ranks are lost."""
-        return not self._is_published or self._is_on_one_host
-
-    def move_to(self, group: Group) -> None:
-        """Go on with other ranks, from what the shards hold now. Collective over `group`.
-
-        Raises:
-            InvalidArgument: the shards lie on several hosts, and no state was loaded.
-        """
-        if not self.has_whole_state:
-            raise InvalidArgument(
-                "ParameterServer: the ranks change, and the shards lie on several hosts; call "
-                "load_state_dict() before"
-            )
-        self._show()
-        self._bring_home()
-        super().move_to(group)
+        return self.is_fresh or self._is_on_one_host
 
     @torch.no_grad()
-    def _bring_home(self) -> None:
+    def close(self) -> None:
         """Read parameters and state from the shards, to begin anew with them."""
-        if self._is_published:
+        self._show()
+        if not self.is_fresh:
             self.pull()
             self._read_state()
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Take over parameters that were added: begin anew with what the shards hold now. Collective."""
-        if self._accrued:
+        """See `Worker`. All ranks are there, other than after a loss: so all that they accrued counts."""
+        if self._accrued and not self.is_fresh:
             self._push_accrued()
         # What the first rank brings home counts.
         self.training.group.queue.run(Operation("ParameterServer", extra="all has been pushed"), lambda: None)
-        self._bring_home()
         super().extend(named)
-        self._open()
 
 
 @contextmanager

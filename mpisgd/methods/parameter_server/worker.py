@@ -16,14 +16,12 @@ one without an update: the clocks of the others may depend on it.
 """
 
 import abc
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mpisgd.core.consistency import Operation
-from mpisgd.core.group import Group
 from mpisgd.core.owner import owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -67,6 +65,7 @@ class Worker(Synchronizer, abc.ABC):
     """
 
     events: EventLog | None = None
+    reopens = True
 
     def __init__(self, training: Training, staleness: int | None, servers: tuple[int, ...]) -> None:
         super().__init__(training)
@@ -74,16 +73,21 @@ class Worker(Synchronizer, abc.ABC):
         self._servers = servers
         # An update is of what was pushed, so gradients must be unscaled before.
         self._scaling = LocalScaling(training.optimizer, also_fused=True)
-        self._open()
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Make everything that belongs to the group. Collective."""
         group = self.training.group
         self._workers = [rank for rank in group.ranks if rank not in self._servers]
         self.is_server = group.ranks[group.rank] in self._servers
         self._forms = _forms_of(self.training.named)
         self._clocks = Clocks(self._workers, group)
-        self._is_published = False
+
+    @property
+    def why_fixed(self) -> str:
+        """See `Synchronizer`: servers are known by ranks, which may be others now."""
+        if self._servers:
+            return f"servers={self._servers} are ranks of before; begin anew with another optimizer"
+        return super().why_fixed
 
     @property
     def scale(self) -> float:
@@ -131,7 +135,7 @@ class Worker(Synchronizer, abc.ABC):
 
     def _publish_once(self) -> None:
         """Let the first rank of the group give everybody its parameters, the first time. Collective then."""
-        if not self._is_published:
+        if self.is_fresh:
             with owned_by(self.owner):
                 self._exchange_first_values()
 
@@ -140,7 +144,7 @@ class Worker(Synchronizer, abc.ABC):
         if group.rank == 0:
             self._publish()
         group.queue.run(Operation("ParameterServer", extra="first values"), lambda: None)
-        self._is_published = True
+        self.is_fresh = False
         self.pull()
         # Who is fast must not change what others still read as the first values.
         group.queue.run(Operation("ParameterServer", extra="first values read"), lambda: None)
@@ -186,23 +190,3 @@ class Worker(Synchronizer, abc.ABC):
     def _applied(self) -> list[list[int]]:
         """Return the updates of each rank in each shard; here there is one, in which all of them are."""
         return [[self._clocks.of(rank)[PUSHED] for rank in self.training.group.ranks]]
-
-    # -- other states, other ranks -----------------------------------------------------------------
-
-    def loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the first rank's parameters and state be everybody's at the next step, which is collective."""
-        self._is_published = False
-
-    def move_to(self, group: Group) -> None:
-        """Go on with other ranks, from the parameters of the first of them. Collective over `group`.
-
-        Raises:
-            InvalidArgument: there are dedicated servers, whose ranks may be others now.
-        """
-        if self._servers:
-            raise InvalidArgument(
-                f"ParameterServer: the ranks change, and servers={self._servers} are ranks of before; begin "
-                "anew with another optimizer"
-            )
-        super().move_to(group)
-        self._open()

@@ -1,6 +1,6 @@
 """`PerHost`: what passes between hosts is compressed, once for each host; on a host gradients stay exact."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -98,9 +98,8 @@ class PerHostReducer(BucketReducer):
     leads_alone = True
 
     def __init__(self, inner: BucketReducer) -> None:
-        self._inner = inner
+        self._inner, self.state = inner, inner.state
         self._num_hosts = 0
-        self._agrees = False  # the leaders have what all of them must have alike
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Reduce on the host, between hosts, and give the ranks of the host what came out."""
@@ -116,7 +115,7 @@ class PerHostReducer(BucketReducer):
             broadcast(bucket, levels.first, levels.host)
 
     def _between_hosts(self, bucket: Tensor, leaders: Group, weight: float) -> None:
-        if not self._agrees:
+        if self.is_fresh:
             self._agree(leaders)
         if weight != 1.0:
             bucket.mul_(weight)
@@ -127,12 +126,12 @@ class PerHostReducer(BucketReducer):
 
         What a compressor keeps for all ranks alike is anything but tensors of elements, see `state_dict`.
         """
-        state = self._inner.state_dict()
+        state = self.state_dict()
         alike = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         # A leader that keeps nothing yet takes part, too: another one may keep something.
         if alike := broadcast_object(alike, leaders.ranks[0], leaders):
-            self._inner.load_state_dict({**state, **alike})
-        self._agrees = True
+            self.load_state_dict({**state, **alike})
+        self.is_fresh = False
 
     def bytes_on_the_wire(self, size: int) -> int:
         """Return what the first rank of each host sends to other hosts, as far as the hosts are known."""
@@ -142,20 +141,6 @@ class PerHostReducer(BucketReducer):
     def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return what the other reducer says."""
         return self._inner.kept_apart(start, stop)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self._inner.reset()
-        self._agrees = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps, which counts where it is the first of its host."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned."""
-        self._inner.load_state_dict(state)
-        self._agrees = False
 
 
 def _levels_of(group: Group) -> _Levels:

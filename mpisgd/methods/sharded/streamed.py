@@ -129,7 +129,7 @@ class StreamedSynchronizer(Synchronizer):
                 self._pieces.each_gradient(lambda grad: grad.mul_(factor), changes=True)
         return total
 
-    # -- the state -----------------------------------------------------------------------------------
+    # -- the wrapped optimizer's state, which lies in files: to be divided is this method's work ---------
 
     def _take_over_state(self) -> None:
         """Take this rank's part of a state that is whole."""
@@ -185,6 +185,7 @@ class StreamedSynchronizer(Synchronizer):
         """Refuse: the pieces are those of the parameters that were moved to files."""
         raise InvalidArgument("add_param_group: the parameters are in files, and no more can be added")
 
-    def move_to(self, group: Group) -> None:
-        """Refuse: the parts that other ranks had are lost."""
-        raise InvalidArgument("rebuild: the parameters are in files, of which each rank has its part only")
+    @property
+    def why_fixed(self) -> str:
+        """See `Synchronizer`: the parts that other ranks had are lost."""
+        return "the parameters are in files, of which each rank has its part only"

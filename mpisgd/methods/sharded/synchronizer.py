@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.core.group import Group
 from mpisgd.core.uneven_data import acting
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -22,7 +21,7 @@ from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.methods.sharded.forward_overlap import ForwardOverlap
 from mpisgd.methods.sharded.publication import Publication
 from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
-from mpisgd.methods.strategy.replicated import KeptByCompressors
+from mpisgd.methods.strategy.replicated import KeptByCompressors, reducer_of
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.divided_parameters import DividedParameters
@@ -81,10 +80,10 @@ class ShardedSynchronizer(Synchronizer):
         self._runs_closure = False
         self._updated: Sequence[bool] = ()
         self._overlap = ForwardOverlap(training.named) if overlap_forward else None
-        self._divide(training)
 
-    def _divide(self, training: Training) -> None:
-        """Divide the parameters, and make what works on the pieces. Collective."""
+    def open(self) -> None:
+        """Divide the parameters, as they are now, and make what works on the pieces. Collective."""
+        training = self.training
         self._parameters = self._make_parameters(training)
         params, names = [param for _, param in training.named], [name for name, _ in training.named]
         self._names = PieceNames(self._parameters, names)
@@ -99,9 +98,14 @@ class ShardedSynchronizer(Synchronizer):
             synchronize=self._synchronize,
             stage=self._stage,
         )
-        named, group, options = training.named, training.group, training.options
-        self.gradients = GradientReducer(named, group, options, self._destination)
-        self.gradients.compression_state = self.state.compression
+        self.gradients = reducer_of(training, self.state.compression, self._destination)
+
+    def close(self) -> None:
+        """See `Synchronizer`. What ranks were sending that are lost does not arrive any more."""
+        if self._overlap is not None:
+            self._overlap.forget()
+        self._show_all()
+        self._parameters.leave_memory()  # others may still read, or take along, what was shared
 
     def _make_parameters(self, training: Training) -> DividedParameters:
         """Return which rank updates what. Collective."""
@@ -332,7 +336,7 @@ class ShardedSynchronizer(Synchronizer):
             torch._amp_foreach_non_finite_check_and_unscale_(_values(grads), found_inf, factor)
         all_reduce(found_inf, ReduceOp.MAX, self.training.group)
 
-    # -- the state ----------------------------------------------------------------------------------
+    # -- the wrapped optimizer's state, which lies with the pieces: to be divided is this method's work ---
 
     def _take_over_state(self) -> None:
         """Take this rank's part of a state that is whole."""
@@ -411,10 +415,8 @@ class ShardedSynchronizer(Synchronizer):
         if not self._holds_state:
             self._states.place(state)
 
-    # -- other parameters, other ranks --------------------------------------------------------------
-
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Share further parameters, too."""
+        """Share further parameters, too, and leave those that are shared where they are."""
         self.wait()
         super().extend(named)
         self._parameters.extend(named, self.training.optimizer.param_groups)
@@ -422,28 +424,6 @@ class ShardedSynchronizer(Synchronizer):
         self._names.names = [name for name, _ in named]
         if self._overlap is not None:
             self._overlap.cover(named)
-
-    def move_to(self, group: Group) -> None:
-        """Share the parameters, as they are now, with other ranks. Collective over `group`.
-
-        What ranks were sending that are lost does not arrive any more. Compressors keep this rank's own.
-
-        Raises:
-            InvalidArgument: ranks have the state of their own pieces only, and these change. On all of
-                them, if all have agreed on `has_whole_state`.
-        """
-        if self._overlap is not None:
-            self._overlap.forget()
-        if not self.has_whole_state:
-            raise InvalidArgument(
-                "DistributedOptimizer: the ranks change, and each has the state of its own parts of the "
-                "parameters only; call load_state_dict() with that of all of them before"
-            )
-        self._show_all()
-        self._parameters.leave_memory()  # others may still read, or take along, what was shared
-        super().move_to(group)
-        self.state.compression.move_to(())  # lets go of the buckets, whose memory is that of the ranks before
-        self._divide(self.training)
 
 
 def _values(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpisgd.compress.compressor import Casting, Compressor, is_contraction, wire_dtype_of
+from mpisgd.compress.compressor import Casting, Compressor, has_momentum, is_contraction, wire_dtype_of
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.strategy.training import Training
 
@@ -84,7 +84,7 @@ Rule = Callable[[Sent], str]  # returns why a compressor does not go, "" if it d
 
 def no_momentum(sent: Sent) -> str:
     """A mean of parameters, or of their changes, has no momentum."""
-    if not sent.compressor.traits.has_momentum:
+    if not has_momentum(sent.compressor):
         return ""
     return "it has a momentum, with which parameters would go beyond their mean"
 
@@ -312,7 +312,7 @@ def _check_momentum(training: Training) -> None:
         InvalidArgument: says which to leave out.
     """
     compression = training.options.compression
-    if not compression.traits.has_momentum:
+    if not has_momentum(compression):
         return
     beta = max(float(options.get("momentum", 0.0)) for options in training.optimizer.param_groups)
     if beta:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mpisgd.core.group import Group
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.destination import Destination
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.method_state import part
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
 
-__all__ = ["KeptByCompressors", "Replicated"]
+__all__ = ["KeptByCompressors", "Replicated", "reducer_of"]
 
 
 @dataclass
@@ -28,7 +28,10 @@ class Replicated(Synchronizer):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self.state = KeptByCompressors()
-        self._open_reducer()
+
+    def open(self) -> None:
+        """See `Synchronizer`."""
+        self.gradients: GradientReducer = reducer_of(self.training, self.state.compression)
 
     @property
     def method(self) -> str:
@@ -39,17 +42,21 @@ class Replicated(Synchronizer):
         """Return nothing: what compressors keep follows the buckets."""
         return {}
 
-    def _open_reducer(self) -> None:
-        training = self.training
-        self.gradients: GradientReducer = GradientReducer(training.named, training.group, training.options)
-        self.gradients.compression_state = self.state.compression
-
     def consensus(self) -> Sequence[Tensor]:
         """Return the parameters as they are."""
         return [tensor.clone() for tensor in self.averaged]
 
-    def move_to(self, group: Group) -> None:
-        """Go on with other ranks; compressors keep this rank's own, and what others had kept is lost."""
-        super().move_to(group)
-        self.state.compression.move_to(())  # lets go of the buckets, whose memory is that of the ranks before
-        self._open_reducer()
+
+def reducer_of(
+    training: Training, kept: CompressionState, destination: Destination | None = None
+) -> GradientReducer:
+    """Return what reduces the gradients of all parameters.
+
+    Args:
+        training: what it works on.
+        kept: what compressors keep.
+        destination: see `GradientReducer`.
+    """
+    reducer = GradientReducer(training.named, training.group, training.options, destination)
+    reducer.compression_state = kept
+    return reducer

@@ -13,19 +13,20 @@ from typing import Any
 import torch
 
 from mpisgd.arguments import texts_with_ranks
-from mpisgd.compress.compressor import Casting, Compressor
+from mpisgd.compress.compressor import Casting, Compressor, inner_of
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import OutOfSync
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import (
     ENTRY,
     REBUILD,
-    VERSION,
     Pieces,
     check_version,
     digests,
+    entry_of,
     forget_own,
     has_rebuilt,
+    own_of,
     pieces_of,
     restart,
     take,
@@ -134,19 +135,16 @@ class StateKeeper:
         may_have = self._of.replicas_differ or not isinstance(training.options.compression, Casting)
         if not (may_have or pieces.alike or pieces.own):
             return {}
-        return {
-            ENTRY: {
-                "version": VERSION,
-                "of": self._of.method,
-                "compression": family(training.options.compression),
-                "rank": training.group.rank,
-                "size": training.group.size,
-                "steps": self._of.num_steps,
-                "begun": sorted(self._begun),
-                "alike": pieces.alike,
-                "own": pieces.own if self._has_own or not has_rebuilt(self._of.state) else None,
-            }
-        }
+        return entry_of(
+            pieces,
+            of=self._of.method,
+            compression=family(training.options.compression),
+            rank=training.group.rank,
+            size=training.group.size,
+            steps=self._of.num_steps,
+            begun=self._begun,
+            has_own=self._has_own or not has_rebuilt(self._of.state),
+        )
 
     @staticmethod
     def check(state_dict: Mapping[str, Any]) -> None:
@@ -189,8 +187,7 @@ class StateKeeper:
             )
             pieces = others
             loses = has_rebuilt(synchronizer.state)  # it may say what belongs to what was left out
-        is_mine = (entry["rank"], entry["size"]) == (group.rank, group.size)
-        self._has_own = is_mine and entry["own"] is not None and not loses
+        self._has_own = own_of(entry, group.rank, group.size) is not None and not loses
         own = pieces.own if self._has_own else None
         take(synchronizer.state, pieces.alike, own, synchronizer.parameters_by_key())
         self._begun.update(entry["begun"])
@@ -205,5 +202,4 @@ class StateKeeper:
 
 def family(compressor: Compressor) -> str:
     """Return what a compressor keeps its state as: its class, and that of one inside it."""
-    inner = [value for value in vars(compressor).values() if isinstance(value, Compressor)]
-    return type(compressor).__name__ + "".join(f"({family(each)})" for each in inner)
+    return type(compressor).__name__ + "".join(f"({family(each)})" for each in inner_of(compressor))

@@ -4,6 +4,7 @@ A strategy is what the user writes: a small frozen description, which prints, co
 all ranks. `DistributedOptimizer` makes a synchronizer of it, the working part, and calls it at the moments
 below; everything else (accumulation windows, `no_sync`, hooks, agreement on parameters) is the optimizer's.
 
+    once        open; again after close where the ranks change, and where parameters are added if it `reopens`
     backward    gradients.begin, ready ..., reduce at the end of the pass that fills the window
     step        around, if there is a closure | begin, derive where due | before_step
                 | the wrapped optimizer's update | after_step
@@ -12,6 +13,7 @@ What it keeps from step to step it declares in a dataclass, `state`: see `mpisgd
 """
 
 import abc
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,9 +26,10 @@ from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import InvalidArgument
+from mpisgd.errors import InvalidArgument, PeerLost
 from mpisgd.gradients.accumulation import GradientSync
-from mpisgd.method_state import mean_of
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.method_state import mean_of, parts_of
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.goes_with import UNDECLARED, GoesWith
@@ -51,6 +54,9 @@ class Synchronizer:
             that each rank's must be saved.
         owner: identifies this optimizer in the checks of its operations; see `mpisgd.core.owner`.
         gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
+        is_fresh: whether parameters and the optimizer's state count as they are: at the beginning, after a
+            load, and after `open`. A working part that has a copy of them elsewhere sets it to False.
+        reopens: whether what `open` makes is of these parameters only, so that it is made again for more.
         has_whole_state: whether this rank has the optimizer state of all parameters.
         commits_shards: whether each rank commits its part of the state when training is elastic, and another
             rank a replica of it.
@@ -61,12 +67,32 @@ class Synchronizer:
     replicas_differ = False
     has_whole_state = True
     commits_shards = False
+    is_fresh = True
+    reopens: ClassVar[bool] = False
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.owner = current_owner()
         self.num_steps = 0
         self.step_examples = StepExamples()
+
+    # -- what belongs to ranks and parameters -------------------------------------------------------
+
+    def open(self) -> None:
+        """Make what belongs to the ranks, and is no state, such as a reducer of gradients. Collective."""
+
+    def close(self) -> None:
+        """End what belongs to the ranks so far, of which some may be lost; parameters and state stay."""
+
+    @property
+    def why_fixed(self) -> str:
+        """Why it cannot go on with other ranks now, "" if it can; the same on all ranks."""
+        if self.has_whole_state:
+            return ""
+        return (
+            "each rank has the optimizer's state of its own part of the parameters only; call "
+            "load_state_dict() with that of all of them before"
+        )
 
     # -- what is kept from step to step -------------------------------------------------------------
 
@@ -187,6 +213,7 @@ class Synchronizer:
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that a state has been loaded into the optimizer, and `state` with it. Not collective."""
+        self.is_fresh = True
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's part of the optimizer's state; `make` returns what the optimizer has now.
@@ -222,7 +249,12 @@ class Synchronizer:
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a list of parameters that has grown at its end. Collective."""
+        if self.reopens:
+            self.close()
         self.training = self.training._replace(named=named)
+        if self.reopens:
+            self.is_fresh = True
+            self.open()
 
     def use_compression(self, compression: Compressor) -> None:
         """Use another compressor, from the call of `move_to` on that follows."""
@@ -230,9 +262,19 @@ class Synchronizer:
         self.training = self.training._replace(options=options)
 
     def move_to(self, group: Group) -> None:
-        """Continue with other ranks, which have the same parameters. Collective over `group`."""
+        """Continue with other ranks, which have the same parameters. Collective over `group`.
+
+        What compressors keep stays this rank's own, and what ranks had kept that are gone is lost.
+        """
+        with contextlib.suppress(PeerLost):  # what was on its way when a rank was lost never arrives
+            self.arrive()
+        self.close()
         self.training = self.training._replace(group=group)
         self.owner = current_owner()
+        for kept in parts_of(self.state, CompressionState):
+            kept.move_to(())  # lets go of the buckets, whose memory is that of the ranks before
+        self.is_fresh = True
+        self.open()
 
 
 def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

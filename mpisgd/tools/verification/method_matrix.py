@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import mpisgd
+from mpisgd.compress.compressor import has_momentum
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods import catalogue
 from mpisgd.methods.cast.cast import Cast
@@ -119,7 +120,7 @@ def rows() -> Iterator[Row]:
             options.append(("compression", text_of(compressor)))
         name = ", ".join(text for _, text in options) or "mpisgd.Synchronous()"
         exact = strategy.goes_with.op.goes and isinstance(compressor, Cast)
-        settings = MOMENTUM[:1] if compressor.traits.has_momentum else MOMENTUM  # one of both has it
+        settings = MOMENTUM[:1] if has_momentum(compressor) else MOMENTUM  # one of both has it
         row = Row(name.replace("mpisgd.", ""), Optimizer("SGD", settings, (), tuple(options)), exact)
         yield row if _is_defined(row) else _per_parameter(row)
     for optimizer in ONE_BIT:

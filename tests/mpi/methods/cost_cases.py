@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import mpisgd
+from mpisgd.compress.compressor import has_momentum
 from mpisgd.methods import catalogue
 from mpisgd.methods.cost_kit import ALL, Check, Collective, Op, Send, World
 from mpisgd.methods.costs import cost_of, wire_of
@@ -129,7 +130,7 @@ class MethodCase(Case):
         self.kind, self.settings = optimizer, settings
         self.offload = getattr(strategy, "offload", None)
         self.cost = cost_of(strategy, optimizer, settings)
-        self.has_momentum = optimizer is None and not compressor.traits.has_momentum
+        self.has_momentum = optimizer is None and not has_momentum(compressor)
         parts = [catalogue.text_of(strategy)]
         parts += [] if compressor == NONE else [catalogue.text_of(compressor)]
         parts += [] if optimizer is None else [f"{optimizer.__name__}{settings}"]

@@ -16,9 +16,8 @@ least every 5 ms whether somebody has come. A rank has five more copies of its p
 Source: Lian and others 2018, "Asynchronous decentralized parallel stochastic gradient descent".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -48,11 +47,11 @@ class Asynchronous(Mixer):
     """
 
     doubly = False  # the weights are 1/2
+    reopens = True
 
     def __init__(self, training: Training, graph: Graph, every: int) -> None:
         super().__init__(training, graph, every)
         self._averaging: PairwiseAveraging | None = None
-        self._replaced = False  # whether a state was loaded: the parameters count, and not x
         self.events: EventLog | None = None
         self._grads: dict[str, Tensor] = {}  # that are recorded
 
@@ -61,25 +60,16 @@ class Asynchronous(Mixer):
 
         x and z are derived: whatever an exchange has begun with before is over then.
         """
-        self._end()
+        self.close()
         self._begin()
 
     def has_changed(self) -> bool:
         """Return False: x is a copy of frozen parameters, too."""
         return False
 
-    def loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """See `Synchronizer`."""
-        self._replaced = True
-
-    def move_to(self, group: Group) -> None:
-        """See `Synchronizer`. Collective over the ranks so far, too, unless one of them is lost."""
-        self._end()
-        super().move_to(group)
-
     def _begin(self) -> None:
         """Start the helper thread. Collective."""
-        group = self.training.group
+        group, self.is_fresh = self.training.group, False
         if group.size == 1:
             return
         made: list[GroupCommunicator] = []
@@ -101,28 +91,26 @@ class Asynchronous(Mixer):
         tensors = self.replica()
         return [tensors[key] for key in self._keys]
 
-    def _end(self) -> None:
-        """End the exchanges. Collective, unless a rank of the group is lost."""
-        averaging, self._averaging = self._averaging, None
-        replaced, self._replaced = self._replaced, False
+    def close(self) -> None:
+        """End the exchanges. Collective over the ranks so far, unless one of them is lost."""
+        averaging = self._averaging
         if averaging is None:
             return
+        if not self.is_fresh:
+            self._check_form()
+        self._averaging = None
         self._group.job.at_end.remove(self._finish)
         if _is_lost(self._group):
             averaging.abandon()
         else:
             self._finish()
-        if not replaced:
+        if not self.is_fresh:  # else a state was loaded: the parameters count, and not x
             self._exchange_with_model(averaging)
 
     def _exchange_with_model(self, averaging: PairwiseAveraging) -> None:
         """Add to x what has become of the copy that the model had, and give it another one."""
+        self._check_form()
         covered = self._covered()
-        if not self._now.fits(covered):
-            raise InvalidArgument(
-                f"{NAME}: parameters have other dtypes or shapes than when their exchanges began; "
-                'style="asynchronous" cannot follow: convert the model before the optimizer is made'
-            )
         self._now.load(covered)
         with averaging.lock:
             averaging.x.add_difference_(self._now, self._seen, 1.0)
@@ -131,6 +119,13 @@ class Asynchronous(Mixer):
                 self.events.add(Entry("step", (self._group.rank,), self._grads))
         self._grads = {}
         self._seen.unload(covered)
+
+    def _check_form(self) -> None:
+        if not self._now.fits(self._covered()):
+            raise InvalidArgument(
+                f"{NAME}: parameters have other dtypes or shapes than when their exchanges began; "
+                'style="asynchronous" cannot follow: convert the model before the optimizer is made'
+            )
 
     def before_step(self) -> None:
         """See `LocalSynchronizer`."""

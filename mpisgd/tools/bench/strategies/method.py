@@ -15,7 +15,7 @@ import torch
 
 import mpisgd
 from mpisgd.arguments import shown
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import Compressor, has_momentum
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.from_text import (
     OptimizerChoice,
@@ -72,7 +72,7 @@ class Method:
 
     def chosen(self, default: OptimizerChoice) -> OptimizerChoice:
         """Return the optimizer to train with; the default one without a momentum that compression has."""
-        if self.optimizer is not None or not self.compression.traits.has_momentum:
+        if self.optimizer is not None or not has_momentum(self.compression):
             return self.optimizer or default
         without = {name: value for name, value in default.options.items() if name != "momentum"}
         return OptimizerChoice(default.kind, without)
