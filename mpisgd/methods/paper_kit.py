@@ -23,16 +23,18 @@ __all__ = [
     "Residual",
     "Slice",
     "Vec",
+    "Vecs",
     "World",
     "alike",
     "compressed",
     "evenly",
+    "everyone",
     "filled",
     "largest",
     "mean",
-    "nonzero",
     "own",
     "part",
+    "sent",
     "signs",
     "total",
     "weighted",
@@ -55,6 +57,18 @@ class Vec(dict[str, Tensor]):
         """Return what it has of these names."""
         return Vec({name: self[name] for name in names if name in self})
 
+    def nonzero(self) -> "Vec":
+        """Return 1 where it is not 0, else 0."""
+        return self.each(lambda tensor: (tensor != 0).to(tensor.dtype))
+
+    def without(self, names: Iterable[str]) -> "Vec":
+        """Return what it has of others."""
+        return Vec({name: tensor for name, tensor in self.items() if name not in names})
+
+    def __or__(self, other: "Vec") -> "Vec":  # type: ignore[override]
+        """Return the tensors of both; of a name that both have, the other's."""
+        return Vec({**self, **other})
+
     def __add__(self, other: "Vec") -> "Vec":
         both = {name: self[name] + other[name] for name in self if name in other}
         return Vec({**self, **other, **both})
@@ -75,6 +89,9 @@ class Vec(dict[str, Tensor]):
         if isinstance(other, Vec):
             return Vec({name: self[name] / other[name] for name in self})
         return self.each(lambda tensor: tensor / other)
+
+
+Vecs = dict[int, Vec]  # by rank
 
 
 class Slice(NamedTuple):
@@ -184,23 +201,23 @@ class Paper(Generic[S]):
     rounds: ClassVar[bool] = True
     chooses: ClassVar[bool] = False
 
-    def start(self, x: dict[int, Vec], w: World) -> S:
-        """Return what is kept before the first step."""
-        raise NotImplementedError
+    def start(self, x: Vecs, w: World) -> S:
+        """Return what is kept before the first step; by default nothing."""
+        return None  # type: ignore[return-value]  # S is None
 
-    def reduce(self, s: S, g: dict[int, Vec], w: World) -> tuple[S, dict[int, Vec]]:
+    def reduce(self, s: S, g: Vecs, w: World) -> tuple[S, Vecs]:
         """Return the gradients that the ranks take; by default each its own."""
         return s, g
 
-    def update(self, s: S, x: dict[int, Vec], g: dict[int, Vec], w: World) -> tuple[S, dict[int, Vec]]:
+    def update(self, s: S, x: Vecs, g: Vecs, w: World) -> tuple[S, Vecs]:
         """Return the parameters after the update; by default the wrapped optimizer's."""
         return s, {i: w.optimizer(i, x[i], g[i]) for i in w.ranks}
 
-    def after(self, s: S, x: dict[int, Vec], w: World) -> tuple[S, dict[int, Vec]]:
+    def after(self, s: S, x: Vecs, w: World) -> tuple[S, Vecs]:
         """Return the parameters at the end of the step."""
         return s, x
 
-    def event(self, s: S, x: dict[int, Vec], e: Event, w: World) -> tuple[S, dict[int, Vec]]:
+    def event(self, s: S, x: Vecs, e: Event, w: World) -> tuple[S, Vecs]:
         """Return the parameters after an event, for methods in which nobody waits."""
         raise NotImplementedError
 
@@ -208,7 +225,7 @@ class Paper(Generic[S]):
 # --- over the ranks -----------------------------------------------------------------------------------
 
 
-def filled(v: dict[int, Vec]) -> dict[int, Vec]:
+def filled(v: Vecs) -> Vecs:
     """Return vectors that have all names that some rank has: zero where a rank has none."""
     like = {name: tensor for one in v.values() for name, tensor in one.items()}
     zeros = Vec({name: torch.zeros_like(tensor) for name, tensor in like.items()})
@@ -228,10 +245,28 @@ def mean(v: Mapping[int, Vec], w: World) -> Vec:
     return Vec({name: (each / len(v)).to(first[name].dtype) for name, each in sums.items()})
 
 
-def weighted(v: Mapping[int, Vec], n: Mapping[int, float]) -> dict[int, Vec]:
+def weighted(v: Mapping[int, Vec], n: Mapping[int, float]) -> Vecs:
     """Return p n_i / (n_1 + ... + n_p) v_i, whose mean over the p ranks counts n_i examples of rank i."""
     share = {i: len(v) * n[i] / sum(n.values()) for i in v}
     return {i: v_i if share[i] == 1 else share[i] * v_i for i, v_i in v.items()}
+
+
+def everyone(v: Vec, w: World) -> Vecs:
+    """Return v for each rank."""
+    return dict.fromkeys(w.ranks, v)
+
+
+def sent(kept: Any, v: Vecs, w: World, n: Mapping[int, float] | None = None) -> tuple[Any, Vec]:
+    """Return the mean as it comes by the wire, and what that keeps.
+
+    Args:
+        kept: by the wire.
+        v: of each rank.
+        w: whose wire it is.
+        n: how many examples each rank counts; None: all alike.
+    """
+    kept, out = w.wire.reduce(kept, v if n is None else weighted(v, n), evenly(w))
+    return kept, out[w.ranks[0]]
 
 
 def evenly(w: World) -> World:
@@ -256,11 +291,6 @@ def signs(v: Tensor) -> Tensor:
     return v.abs().mean() * (2.0 * (v >= 0) - 1.0).to(v.dtype) if v.numel() else v
 
 
-def nonzero(v: Vec) -> Vec:
-    """Return 1 where v is not 0, else 0."""
-    return v.each(lambda tensor: (tensor != 0).to(tensor.dtype))
-
-
 # --- error feedback -----------------------------------------------------------------------------------
 
 
@@ -273,13 +303,11 @@ class Residual:
         k: how many reductions there were; random numbers differ by it.
     """
 
-    e: dict[int, Vec] = own(default_factory=dict)
+    e: Vecs = own(default_factory=dict)
     k: int = alike(0)
 
 
-def compressed(
-    s: Residual, g: dict[int, Vec], w: World, send: Callable[[int, Vec], Vec]
-) -> tuple[Residual, dict[int, Vec]]:
+def compressed(s: Residual, g: Vecs, w: World, send: Callable[[int, Vec], Vec]) -> tuple[Residual, Vecs]:
     """Return what each rank sends, with error feedback (Seide 2014; Vogels 2019, algorithm 2).
 
         m_i = g_i + e_i;   s_i = C(m_i);   e_i = m_i - s_i
@@ -307,11 +335,11 @@ class Compressor(Paper[Residual]):
         """Return what arrives where a rank sends v."""
         raise NotImplementedError
 
-    def start(self, x: dict[int, Vec], w: World) -> Residual:
+    def start(self, x: Vecs, w: World) -> Residual:
         """See `Paper`."""
         return Residual({i: Vec() for i in w.ranks})
 
-    def reduce(self, s: Residual, g: dict[int, Vec], w: World) -> tuple[Residual, dict[int, Vec]]:
+    def reduce(self, s: Residual, g: Vecs, w: World) -> tuple[Residual, Vecs]:
         """See `Paper`."""
         place = {i: number for number, i in enumerate(w.ranks)}
         kept, sent = compressed(s, filled(g), w, lambda i, v: self.C(v, w, self.drawn(s.k, place[i], w)))
@@ -354,7 +382,7 @@ class CompressedMomentum(Paper[M]):
     eps: float = 1e-8
     decay: float = 0.0
 
-    def moments(self, s: M, g: dict[int, Vec], w: World) -> M:
+    def moments(self, s: M, g: Vecs, w: World) -> M:
         """Return the moments of this step (Kingma and Ba 2015; Tang et al. 2021, algorithm 1).
 
             t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
@@ -367,4 +395,4 @@ class CompressedMomentum(Paper[M]):
             g_mean = mean(g, w)
             return replace(s, m=b1 * s.m + (1 - b1) * g_mean, v=b2 * s.v + (1 - b2) * (g_mean * g_mean))
         wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
-        return replace(s, m=averaged[w.ranks[0]] * nonzero(s.v), wire=wire)
+        return replace(s, m=averaged[w.ranks[0]] * s.v.nonzero(), wire=wire)

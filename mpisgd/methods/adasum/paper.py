@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, filled
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, filled
 
 __all__ = ["Adasum"]
 
@@ -25,15 +25,10 @@ class Adasum(Paper[None]):
 
     of_steps: bool = False
 
-    def start(self, x: dict[int, Vec], w: World) -> None:
-        """See `Paper`."""
-
-    def reduce(self, s: None, g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: None, g: Vecs, w: World) -> tuple[None, Vecs]:
         return s, g if self.of_steps else dict.fromkeys(w.ranks, adasum(list(filled(g).values())))
 
-    def update(self, s: None, x: dict[int, Vec], g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
-        """See `Paper`."""
+    def update(self, s: None, x: Vecs, g: Vecs, w: World) -> tuple[None, Vecs]:
         s, y = super().update(s, x, g, w)
         if not self.of_steps:
             return s, y

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, filled, mean
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, filled, mean
 
 __all__ = ["Cast"]
 
@@ -22,11 +22,7 @@ class Cast(Paper[None]):
 
     dtype: torch.dtype
 
-    def start(self, x: dict[int, Vec], w: World) -> None:
-        """See `Paper`."""
-
-    def reduce(self, s: None, g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: None, g: Vecs, w: World) -> tuple[None, Vecs]:
         g = filled(g)
         rounded = mean({i: g_i.each(lambda t: t.to(self.dtype)) for i, g_i in g.items()}, w)
         first = g[w.ranks[0]]

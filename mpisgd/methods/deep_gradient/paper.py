@@ -16,7 +16,7 @@ In the first T steps k / n falls exponentially, from r_0 to r (warm-up).
 import math
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, largest, mean, own
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, filled, largest, mean, own
 
 __all__ = ["DeepGradient", "State"]
 
@@ -25,8 +25,8 @@ __all__ = ["DeepGradient", "State"]
 class State:
     """What is kept: velocities, what waits, and how many reductions there were."""
 
-    u: dict[int, Vec] = own(default_factory=dict)
-    v: dict[int, Vec] = own(default_factory=dict)
+    u: Vecs = own(default_factory=dict)
+    v: Vecs = own(default_factory=dict)
     k: int = alike(0)
 
 
@@ -43,12 +43,10 @@ class DeepGradient(Paper[State]):
     r_0: float = 0.25
     c: float = math.inf
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State({i: Vec() for i in w.ranks}, {i: Vec() for i in w.ranks})
 
-    def reduce(self, s: State, g: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         ratio = max(self.r, self.r_0 * (self.r / self.r_0) ** (s.k / self.T)) if s.k < self.T else self.r
         limit = self.c / math.sqrt(len(w.ranks))
         us, vs, sent = {}, {}, {}

@@ -4,32 +4,30 @@ Douillard et al. 2023, "DiLoCo", algorithm 1; in fragments, and overlapped: Doui
 DiLoCo with overlapping communication", algorithms 1 and 2; without Nesterov's momentum it is SlowMo.
 
     x_i <- x_i - u(g_i)                        every step; u: the update of the inner optimizer
-    D    = mean of (theta - x_i)               every H steps: the outer gradient
+    D    = mean of c_i (theta - x_i)           every H steps: the outer gradient
     v   <- mu v + D;   theta <- theta - lr (D + mu v)             or theta - lr v, without Nesterov
     x_i <- alpha x_i + (1 - alpha) theta       tau steps after D was taken; alpha is 0 if tau is 0
 
-Where ranks have unequal numbers n_i of examples since the last D, it is the mean of c_i (theta - x_i), c_i =
-p n_i / (n_1 + ... + n_p).
-
-Fragment f of F is due f H / F steps later than the first one.
+n_i: examples of rank i of p since the last D; c_i = p n_i / (n_1 + ... + n_p). Fragment f of F is due f H / F
+steps later than the first one.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, evenly, own, part, weighted
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, own, part, sent
 
 __all__ = ["DiLoCo", "State"]
 
 
 @dataclass(frozen=True)
 class State:
-    """What is kept."""
+    """What is kept, by the symbols above; D: of what was not applied yet, n: by parameter."""
 
     theta: Vec = alike(default_factory=Vec)
     v: Vec = alike(default_factory=Vec)
-    D: Vec = alike(default_factory=Vec)  # taken, and not applied yet
-    n: dict[int, dict[str, float]] = own(default_factory=dict)  # examples since the last D, by parameter
+    D: Vec = alike(default_factory=Vec)
+    n: dict[int, dict[str, float]] = own(default_factory=dict)
     wire: Any = part(lambda: None)
 
 
@@ -48,36 +46,27 @@ class DiLoCo(Paper[State]):
     tau: int = 0
     alpha: float = 0.0
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State(theta=x[w.ranks[0]], wire=w.wire.start(x, w))
 
-    def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
+        s = replace(s, n={i: {f: s.n.get(i, {}).get(f, 0) + w.weight[i] for f in s.theta} for i in w.ranks})
         fragments = self.fragments or (tuple(s.theta),)
-        n = {i: {f: s.n.get(i, {}).get(f, 0) + w.weight[i] for f in s.theta} for i in w.ranks}
-        s = replace(s, n=n)
         for f, names in enumerate(fragments):
             since = w.step - f * self.H // len(fragments)
-            if self.tau and s.D.only(names) and since % self.H == self.tau:
-                s, x = self._outer_step(s, x, names, self.alpha)
+            if self.tau and since % self.H == self.tau and s.D.only(names):
+                s, x = self._outer_step(s, x, names)
             if since >= 0 and since % self.H == 0:
-                theta = s.theta.only(names)
-                changes = {i: theta - x[i].only(names) for i in w.ranks}
-                changes = weighted(changes, {i: s.n[i][names[0]] for i in w.ranks})
-                kept, D = w.wire.reduce(s.wire, changes, evenly(w))
-                n = {i: {**s.n[i], **dict.fromkeys(names, 0)} for i in w.ranks}
-                s = replace(s, D=Vec({**s.D, **D[w.ranks[0]]}), n=n, wire=kept)
-                if not self.tau:
-                    s, x = self._outer_step(s, x, names, 0.0)
+                changes = {i: s.theta.only(names) - x[i].only(names) for i in w.ranks}
+                wire, D = sent(s.wire, changes, w, {i: s.n[i][names[0]] for i in w.ranks})
+                n = {i: s.n[i] | dict.fromkeys(names, 0) for i in w.ranks}
+                s = replace(s, D=s.D | D, n=n, wire=wire)
+                s, x = (s, x) if self.tau else self._outer_step(s, x, names)
         return s, x
 
-    def _outer_step(
-        self, s: State, x: dict[int, Vec], names: tuple[str, ...], alpha: float
-    ) -> tuple[State, dict[int, Vec]]:
-        D = s.D.only(names)
+    def _outer_step(self, s: State, x: Vecs, names: tuple[str, ...]) -> tuple[State, Vecs]:
+        alpha, D = self.alpha if self.tau else 0.0, s.D.only(names)
         v = self.mu * s.v.only(names) + D
         theta = s.theta.only(names) - self.lr * (D + self.mu * v if self.nesterov else v)
-        x = {i: Vec({**x_i, **(alpha * x_i.only(names) + (1 - alpha) * theta)}) for i, x_i in x.items()}
-        waits = Vec({name: change for name, change in s.D.items() if name not in names})
-        return replace(s, theta=Vec({**s.theta, **theta}), v=Vec({**s.v, **v}), D=waits), x
+        x = {i: x_i | (alpha * x_i.only(names) + (1 - alpha) * theta) for i, x_i in x.items()}
+        return replace(s, theta=s.theta | theta, v=s.v | v, D=s.D.without(names)), x

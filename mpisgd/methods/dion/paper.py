@@ -1,7 +1,7 @@
 """Dion: a momentum of which a part of low rank is taken in each step, orthonormal.
 
-Ahn, Xu, Abreu and Langford 2025, "Dion: Distributed Orthonormalized Updates", algorithm 1, with all ranks'
-gradients in one process. For a matrix X [m, n] with gradient G, momentum M [m, n] and right factor Q [n, r]:
+Ahn, Xu, Abreu and Langford 2025, "Dion: Distributed Orthonormalized Updates", algorithm 1. For a matrix
+X [m, n] with gradient G, the mean of the ranks', momentum M [m, n] and right factor Q [n, r]:
 
     B = M + G
     P = orthonormal basis of B Q              [m, r], one step of a power iteration from the last Q
@@ -10,8 +10,8 @@ gradients in one process. For a matrix X [m, n] with gradient G, momentum M [m, 
     Q = R with columns of norm 1
     X = (1 - lr decay) X - lr scale P Q^T
 
-r = ceil(fraction min(m, n)); the first Q are normal numbers. G is the mean of the ranks' gradients. What is
-no matrix is the wrapped optimizer's: AdamW in the paper.
+r = ceil(fraction min(m, n)); the first Q are normal numbers. What is no matrix is the wrapped optimizer's:
+AdamW in the paper.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
-from torch import Tensor
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, filled, mean
 
-__all__ = ["Dion", "State", "dion", "rank_of"]
+__all__ = ["Dion", "State", "rank_of"]
 
 
 @dataclass(frozen=True)
@@ -47,34 +46,23 @@ class Dion(Paper[State]):
     scale: Callable[[torch.Size], float] = lambda shape: 1.0
     eps: float = 1e-8
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         matrices = {name: X for name, X in x[w.ranks[0]].items() if X.dim() == 2}
         first = w.draw(0, None)
         Q = {name: first.normal(name, X, rank_of(X.shape, self.fraction)) for name, X in matrices.items()}
         return State(Vec(matrices).each(torch.zeros_like), Vec(Q))
 
-    def update(
-        self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
-    ) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
-        G = mean(filled(g), w)
-        rest = {i: w.optimizer(i, x[i], G.only([name for name in G if name not in s.M])) for i in w.ranks}
-        M, Q, X = dict(s.M), dict(s.Q), {}
-        for name in [name for name in G if name in s.M]:
-            M[name], Q[name], step = dion(G[name], s.M[name], s.Q[name], self.mu, self.eps)
-            old = x[w.ranks[0]][name]
-            X[name] = (1 - self.lr * self.decay) * old - self.lr * self.scale(old.shape) * step
-        return State(Vec(M), Vec(Q)), {i: Vec({**rest[i], **X}) for i in w.ranks}
-
-
-def dion(G: Tensor, M: Tensor, Q: Tensor, mu: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return M, Q and P Q^T after a step."""
-    B = M + G
-    P = torch.linalg.qr(B @ Q).Q
-    R = B.T @ P
-    Q = R / (R.norm(dim=0) + eps)
-    return B - (1 - mu) * P @ R.T, Q, P @ Q.T
+    def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
+        G, old, M, Q, new = mean(filled(g), w), x[w.ranks[0]], dict(s.M), dict(s.Q), Vec()
+        rest = {i: w.optimizer(i, x[i], G.without(s.M)) for i in w.ranks}
+        for name in G.only(s.M):
+            B, X = M[name] + G[name], old[name]
+            P = torch.linalg.qr(B @ Q[name]).Q
+            R = B.T @ P
+            M[name], Q[name] = B - (1 - self.mu) * P @ R.T, R / (R.norm(dim=0) + self.eps)
+            taken = self.lr * self.scale(X.shape) * (P @ Q[name].T)
+            new[name] = (1 - self.lr * self.decay) * X - taken
+        return State(Vec(M), Vec(Q)), {i: rest[i] | new for i in w.ranks}
 
 
 def rank_of(shape: torch.Size, fraction: float) -> int:

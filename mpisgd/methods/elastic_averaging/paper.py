@@ -20,7 +20,7 @@ where m and last_i begin as z, and do so again when a rank is lost, whose part o
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, own, part
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, own, part
 
 __all__ = ["ElasticAveraging", "State"]
 
@@ -31,7 +31,7 @@ class State:
 
     z: Vec = alike(default_factory=Vec)
     m: Vec = alike(default_factory=Vec)
-    last: dict[int, Vec] = own(default_factory=dict, lost="rebuild")
+    last: Vecs = own(default_factory=dict, lost="rebuild")
     wire: Any = part(lambda: None)
 
 
@@ -42,12 +42,10 @@ class ElasticAveraging(Paper[State]):
     beta: float = 0.9
     tau: int = 1
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State(z=x[w.ranks[0]], wire=w.wire.start(x, w))
 
-    def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step % self.tau:
             return s, x
         alpha, any_rank = self.beta / len(w.ranks), w.ranks[0]

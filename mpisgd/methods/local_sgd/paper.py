@@ -2,42 +2,36 @@
 
 Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1; post-local and hierarchical: Lin,
 Stich, Patel and Jaggi 2020, "Don't Use Large Mini-Batches, Use Local SGD"; growing H: Haddadpour et al. 2019,
-"Local SGD with Periodic Averaging"; compressed: Basu et al. 2019, "Qsparse-local-SGD", algorithm 1.
+"Local SGD with Periodic Averaging"; compressed: Basu et al. 2019, "Qsparse-local-SGD", algorithm 1; with n_i:
+McMahan et al. 2017, "Communication-Efficient Learning", algorithm 1; with a mean of what optimizers keep: Yu,
+Jin and Yang 2019, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", algorithm 1.
 
-    x_i <- x_i - u(g_i)                 u: the update of the optimizer; in the first `warmup` steps it takes
-                                        the mean gradient of all ranks
-    x_i <- mean of x_j over all ranks   after every H-th step; `H_host`: over those of a host
+    x_i <- x_i - u(g_i)                      u: of the optimizer; takes the mean gradient for `warmup` steps
+    x_i <- y <- y + mean of c_i (x_i - y)    after every H-th step; y: the last mean; the x of a lone rank
+    x_i <- mean of x_j of a host             after every `H_host`-th of the others
 
-Where ranks have unequal numbers n_i of examples between two means, it is that of c_i x_i, c_i = p n_i /
-(n_1 + ... + n_p): McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", algorithm 1.
-
-What travels are changes from the last mean y: x_i <- y <- y + mean of (x_j - y), or of C(x_j - y). The x of a
-rank that is alone is that mean.
-
-What the optimizer keeps stays each rank's own, or becomes the mean where x_i does: Yu, Jin and Yang 2019, "On
-the Linear Speedup Analysis of Communication Efficient Momentum SGD", algorithm 1.
+n_i: examples of rank i of p since the last mean; c_i = p n_i / (n_1 + ... + n_p).
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, evenly, mean, own, part, weighted
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, mean, own, part, sent
 
 __all__ = ["LocalSGD", "State"]
 
 
 @dataclass(frozen=True)
 class State:
-    """What is kept."""
+    """What is kept, by the symbols above; `warmup`: what the compressor keeps of gradients."""
 
     since: int = alike(0)  # steps since the last mean
-    H: int = alike(1)  # steps until the next one
-    n: dict[int, float] = own(default_factory=dict)  # examples since the last mean
+    H: int = alike(1)  # of the next one
+    n: dict[int, float] = own(default_factory=dict)
     y: Vec = alike(default_factory=Vec)
     wire: Any = part(lambda: None)
-    warmup: Any = part(lambda: None)  # what the compressor keeps of gradients
+    warmup: Any = part(lambda: None)
 
 
 @dataclass(frozen=True)
@@ -53,37 +47,33 @@ class LocalSGD(Paper[State]):
     H_max: float = math.inf
     averages_state: bool = False
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         wire = w.wire.start(x, w)
         return State(H=self.H, y=x[w.ranks[0]], wire=wire, warmup=wire)
 
-    def reduce(self, s: State, g: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step > self.warmup:
             return s, g
-        kept, g = w.wire.reduce(s.warmup, weighted(g, w.weight), evenly(w))
-        return replace(s, warmup=kept), g
+        kept, g_mean = sent(s.warmup, g, w, w.weight)
+        return replace(s, warmup=kept), everyone(g_mean, w)
 
-    def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step <= self.warmup or len(w.ranks) == 1:
             s = replace(s, y=x[w.ranks[0]])
         if w.step <= self.warmup:
             return s, x
         s = replace(s, since=s.since + 1, n={i: s.n.get(i, 0) + w.weight[i] for i in w.ranks})
-        if s.since == s.H:
-            return self._mean_of_all(s, x, w)
-        for host in w.hosts if self.H_host and s.since % self.H_host == 0 else ():
-            x = {**x, **dict.fromkeys(host, mean({i: x[i] for i in host}, w))}
-            if self.averages_state:
-                w.average_state(dict.fromkeys(host, 1))
-        return s, x
-
-    def _mean_of_all(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        changes = weighted({i: x[i] - s.y for i in w.ranks}, s.n)
-        wire, change = w.wire.reduce(s.wire, changes, evenly(w))
+        if s.since < s.H:
+            return s, self._on_hosts(s, x, w)
         if self.averages_state:
             w.average_state(s.n)
-        y, H = s.y + change[w.ranks[0]], min(math.ceil(s.H * self.growth), max(self.H_max, self.H))
-        return State(H=int(H), y=y, wire=wire, warmup=s.warmup), dict.fromkeys(w.ranks, y)
+        wire, change = sent(s.wire, {i: x[i] - s.y for i in w.ranks}, w, s.n)
+        y, H = s.y + change, min(math.ceil(s.H * self.growth), max(self.H_max, self.H))
+        return State(H=int(H), y=y, wire=wire, warmup=s.warmup), everyone(y, w)
+
+    def _on_hosts(self, s: State, x: Vecs, w: World) -> Vecs:
+        for host in w.hosts if self.H_host and s.since % self.H_host == 0 else ():
+            x = x | dict.fromkeys(host, mean({i: x[i] for i in host}, w))
+            if self.averages_state:
+                w.average_state(dict.fromkeys(host, 1))
+        return x

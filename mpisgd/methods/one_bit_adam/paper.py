@@ -11,7 +11,7 @@ lr is a function of t; decay is AdamW's (Loshchilov and Hutter 2019). Where v is
 no gradient, and what comes is noise of the compression.
 """
 
-from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vec, World
+from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vecs, World
 
 __all__ = ["OneBitAdam"]
 
@@ -19,14 +19,10 @@ __all__ = ["OneBitAdam"]
 class OneBitAdam(CompressedMomentum[Moments]):
     """See above."""
 
-    def start(self, x: dict[int, Vec], w: World) -> Moments:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> Moments:
         return Moments(wire=w.wire.start(x, w))
 
-    def update(
-        self, s: Moments, x: dict[int, Vec], g: dict[int, Vec], w: World
-    ) -> tuple[Moments, dict[int, Vec]]:
-        """See `Paper`."""
+    def update(self, s: Moments, x: Vecs, g: Vecs, w: World) -> tuple[Moments, Vecs]:
         s, t = self.moments(s, g, w), w.step
         corrected = s.v / (1 - self.b2 ** min(t, self.T))
         step = s.m / corrected.each(lambda v: v.sqrt() + self.eps) * (self.lr(t) / (1 - self.b1**t))

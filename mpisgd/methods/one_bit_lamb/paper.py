@@ -12,7 +12,7 @@ x by itself, with s(v) = sqrt(v) + eps and d = m / s(v), u = d + decay x:
     always:   x <- x - lr k u
 
 lr is a function of t. The paper has no h = |d| / |u|, at most 1: without decay it is 1. Where v is 0 so is n:
-there was no gradient, and what comes is noise of the compression.
+there was no gradient, and what comes is noise.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vec, World, alike
+from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vec, Vecs, World, alike, everyone
 
 __all__ = ["OneBitLamb", "State"]
 
@@ -43,14 +43,10 @@ class OneBitLamb(CompressedMomentum[State]):
     c_limits: tuple[float, float] = (0.01, 10.0)
     r_limits: tuple[float, float] = (0.5, 4.0)
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State(wire=w.wire.start(x, w))
 
-    def update(
-        self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
-    ) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
         y, m, s = x[w.ranks[0]], s.m, self.moments(s, g, w)
         d = s.m / s.v.each(self._s)
         u = d + self.decay * y.only(s.m)
@@ -63,7 +59,7 @@ class OneBitLamb(CompressedMomentum[State]):
             s = replace(s, f=self.b2 * s.f + (1 - self.b2) * (fresh * fresh))
             s = replace(s, r=Vec({name: self._r(s, d[name], u[name], name) for name in u}))
             k = s.r * s.a
-        return s, dict.fromkeys(w.ranks, y - self.lr(w.step) * (k * u))
+        return s, everyone(y - self.lr(w.step) * (k * u), w)
 
     def _s(self, v: Tensor) -> Tensor:
         return v.sqrt() + self.eps

@@ -14,7 +14,7 @@ synchronous step. The second bound of Ho, for ranks that are ahead, says what mu
 
 from dataclasses import dataclass, replace
 
-from mpisgd.methods.paper_kit import Event, Paper, Vec, World, alike, own
+from mpisgd.methods.paper_kit import Event, Paper, Vec, Vecs, World, alike, own
 
 __all__ = ["ParameterServer", "State"]
 
@@ -27,7 +27,7 @@ class State:
 
     x: Vec = alike(default_factory=Vec)
     c: dict[int, Clocks] = alike(default_factory=dict)
-    a: dict[int, Vec] = own(default_factory=dict)
+    a: Vecs = own(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,11 @@ class ParameterServer(Paper[State]):
     lr: float = 0.0
     bound: float = float("inf")
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         first = x[w.ranks[0]]
         return State(first, {i: dict.fromkeys(first, 0) for i in w.ranks}, {i: Vec() for i in w.ranks})
 
-    def event(self, s: State, x: dict[int, Vec], e: Event, w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def event(self, s: State, x: Vecs, e: Event, w: World) -> tuple[State, Vecs]:
         (i,), names = e.ranks, e.names or tuple(s.x)
         if e.what == "step":
             g = self.share * e.g

@@ -10,7 +10,7 @@ compressor in its second step. p ranks on h hosts, of which host j has p_j.
 from dataclasses import dataclass
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, filled, mean
+from mpisgd.methods.paper_kit import Paper, Vecs, World, filled, mean
 
 __all__ = ["PerHost"]
 
@@ -26,13 +26,11 @@ class PerHost(Paper[Any]):
         """Whether the compressor adds what it did not send to what comes next."""
         return getattr(self.compressor, "feedback", False)
 
-    def start(self, x: dict[int, Vec], w: World) -> Any:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> Any:
         between = _between_hosts(w)
         return self.compressor.start({i: x[i] for i in between.ranks}, between)
 
-    def reduce(self, s: Any, g: dict[int, Vec], w: World) -> tuple[Any, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: Any, g: Vecs, w: World) -> tuple[Any, Vecs]:
         g, h, p = filled(g), len(w.hosts), len(w.ranks)
         if h == 1:
             return s, dict.fromkeys(w.ranks, mean(g, w))

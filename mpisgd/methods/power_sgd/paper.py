@@ -10,15 +10,15 @@ first dimension and all others. r: the rank; p ranks.
     G   = P Q^T;   E_i = M_i - G
 
 Vectors are sent as they are, and so are all gradients in the first T steps, and matrices for which r (n + m)
-times `least` is not less than n m.
+times `least` is not less than n m. The paper has no T, and feedback always.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, own
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, filled, mean, own
 
 __all__ = ["PowerSGD", "State"]
 
@@ -27,14 +27,14 @@ __all__ = ["PowerSGD", "State"]
 class State:
     """What is kept: residuals, factors, and how many reductions there were."""
 
-    e: dict[int, Vec] = own(default_factory=dict)
+    e: Vecs = own(default_factory=dict)
     Q: Vec = alike(default_factory=Vec)
     k: int = alike(0)
 
 
 @dataclass(frozen=True)
 class PowerSGD(Paper[State]):
-    """The paper has no T, and feedback always."""
+    """See above."""
 
     of_memory = True
 
@@ -43,28 +43,22 @@ class PowerSGD(Paper[State]):
     feedback: bool = True
     least: float = 1.0
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
-        first = w.draw(0, None)
-        matrices = {name: t.flatten(1) for name, t in x[w.ranks[0]].items() if self._rank(t)}
-        return State(
-            {i: Vec() for i in w.ranks},
-            Vec({name: first.normal(name, t, self._rank(t)) for name, t in matrices.items()}),
-        )
+    def start(self, x: Vecs, w: World) -> State:
+        first, tensors = w.draw(0, None), x[w.ranks[0]].items()
+        Q = {name: first.normal(name, t.flatten(1), r) for name, t in tensors if (r := self._rank(t))}
+        return State(everyone(Vec(), w), Vec(Q))
 
-    def reduce(self, s: State, g: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
-        g, s = filled(g), replace(s, k=s.k + 1)
-        names = [name for name in g[w.ranks[0]] if name in s.Q] if s.k > self.T else []
-        G, Q, E = mean(g, w), s.Q, dict(s.e)
-        for name in names:
-            M = {i: (g[i] + s.e[i])[name].flatten(1) for i in w.ranks}
-            P = orthonormal(w.sum({i: M[i] @ s.Q[name] for i in w.ranks}) / len(w.ranks))
-            q = w.sum({i: M[i].T @ P for i in w.ranks}) / len(w.ranks)
-            Q, G = Vec({**Q, name: q}), Vec({**G, name: (P @ q.T).view(G[name].shape)})
-            if self.feedback:
-                E = {i: Vec({**E[i], name: M[i].view(G[name].shape) - G[name]}) for i in w.ranks}
-        return State(E, Q, s.k), dict.fromkeys(w.ranks, G)
+    def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
+        g = filled(g)
+        G, Q, e = mean(g, w), Vec(s.Q), dict(s.e)
+        for name in G.only(s.Q) if s.k >= self.T else ():
+            M = {i: (g[i] + e[i])[name].flatten(1) for i in w.ranks}
+            P = orthonormal(w.sum({i: M[i] @ Q[name] for i in w.ranks}) / len(w.ranks))
+            Q[name] = w.sum({i: M[i].T @ P for i in w.ranks}) / len(w.ranks)
+            G[name] = (P @ Q[name].T).view(G[name].shape)
+            for i in w.ranks if self.feedback else ():
+                e[i] = e[i] | Vec({name: M[i].view(G[name].shape) - G[name]})
+        return State(e, Q, s.k + 1), everyone(G, w)
 
     def _rank(self, t: Tensor) -> int:
         n, m = (len(t), t[0].numel()) if t.dim() > 1 and t.numel() else (0, 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, total
+from mpisgd.methods.paper_kit import Paper, Vecs, World, alike, filled, mean, total
 
 __all__ = ["SignSGD", "State"]
 
@@ -33,12 +33,10 @@ class SignSGD(Paper[State]):
 
     vote: bool = True
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State()
 
-    def reduce(self, s: State, g: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
 
         def sign(tensor: Tensor) -> Tensor:
             return (2.0 * (tensor >= 0 if s.k % 2 == 0 else tensor > 0) - 1.0).to(tensor.dtype)

@@ -13,7 +13,7 @@ With a gamma that does not change it is DiLoCo whose outer optimizer is SGD: gam
 from dataclasses import dataclass
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, part
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, part
 
 __all__ = ["SlowMo", "State"]
 
@@ -36,12 +36,10 @@ class SlowMo(Paper[State]):
     beta: float
     alpha: float = 1.0
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State(y=x[w.ranks[0]], wire=w.wire.start(x, w))
 
-    def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step % self.tau:
             return s, x
         wire, change = w.wire.reduce(s.wire, {i: s.y - x[i] for i in w.ranks}, w)

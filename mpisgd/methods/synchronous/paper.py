@@ -11,7 +11,7 @@ With `sums` g is g_1 + ... + g_p. A gradient that some ranks lack counts as zero
 
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, filled, mean, total, weighted
+from mpisgd.methods.paper_kit import Paper, Vecs, World, filled, mean, total, weighted
 
 __all__ = ["Synchronous"]
 
@@ -25,10 +25,6 @@ class Synchronous(Paper[None]):
 
     sums: bool = False
 
-    def start(self, x: dict[int, Vec], w: World) -> None:
-        """See `Paper`."""
-
-    def reduce(self, s: None, g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: None, g: Vecs, w: World) -> tuple[None, Vecs]:
         g = filled(g)
         return None, dict.fromkeys(w.ranks, total(g, w) if self.sums else mean(weighted(g, w.weight), w))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, filled, mean, own, signs
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, filled, mean, own, signs
 
 __all__ = ["State", "TwoStep"]
 
@@ -22,8 +22,8 @@ __all__ = ["State", "TwoStep"]
 class State:
     """What is kept: the errors of workers, and of servers, by owner."""
 
-    e: dict[int, Vec] = own(default_factory=dict)
-    d: dict[int, Vec] = own(default_factory=dict)
+    e: Vecs = own(default_factory=dict)
+    d: Vecs = own(default_factory=dict)
 
 
 class TwoStep(Paper[State]):
@@ -31,12 +31,10 @@ class TwoStep(Paper[State]):
 
     of_chunks = of_buckets = of_memory = True
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State({i: Vec() for i in w.ranks}, {i: Vec() for i in w.ranks})
 
-    def reduce(self, s: State, g: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         if len(w.ranks) == 1:
             return s, g
         m = {i: g_i + s.e[i].only(g_i) for i, g_i in filled(g).items()}

@@ -16,7 +16,7 @@ it were after the average. In the paper the average is atomic. The sum of all x_
 
 from dataclasses import dataclass, replace
 
-from mpisgd.methods.paper_kit import Event, Paper, Vec, World, own
+from mpisgd.methods.paper_kit import Event, Paper, Vecs, World, own
 
 __all__ = ["ADPSGD", "State"]
 
@@ -25,21 +25,19 @@ __all__ = ["ADPSGD", "State"]
 class State:
     """What is kept: the models that are averaged, and what travels, by who has asked."""
 
-    x: dict[int, Vec] = own(default_factory=dict)
-    s: dict[int, Vec] = own(default_factory=dict)
-    a: dict[int, Vec] = own(default_factory=dict)
+    x: Vecs = own(default_factory=dict)
+    s: Vecs = own(default_factory=dict)
+    a: Vecs = own(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ADPSGD(Paper[State]):
     """All happens in events; those of two ranks name the one that asks first."""
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State(dict(x))
 
-    def event(self, s: State, x: dict[int, Vec], e: Event, w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def event(self, s: State, x: Vecs, e: Event, w: World) -> tuple[State, Vecs]:
         i, *others = e.ranks
         match e.what:
             case "step":

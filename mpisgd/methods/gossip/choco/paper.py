@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpisgd.methods.paper_kit import Compressor, Paper, Vec, World, own, total
+from mpisgd.methods.paper_kit import Compressor, Paper, Vecs, World, own, total
 
 __all__ = ["Choco", "State"]
 
@@ -23,7 +23,7 @@ __all__ = ["Choco", "State"]
 class State:
     """What is kept: the copies, of use only where all ranks have theirs."""
 
-    h: dict[int, Vec] = own(default_factory=dict, lost="rebuild")
+    h: Vecs = own(default_factory=dict, lost="rebuild")
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,10 @@ class Choco(Paper[State]):
 
     leaves_frozen: ClassVar[bool] = True
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State(dict(x))
 
-    def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step % self.every:
             return s, x
         assert isinstance(w.wire, Compressor)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, total
+from mpisgd.methods.paper_kit import Paper, Vecs, World, total
 
 __all__ = ["DPSGD"]
 
@@ -29,18 +29,13 @@ class DPSGD(Paper[None]):
 
     leaves_frozen: ClassVar[bool] = True
 
-    def start(self, x: dict[int, Vec], w: World) -> None:
-        """See `Paper`."""
-
-    def update(self, s: None, x: dict[int, Vec], g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
-        """See `Paper`."""
+    def update(self, s: None, x: Vecs, g: Vecs, w: World) -> tuple[None, Vecs]:
         return super().update(s, x if self.update_first else self._mixed(x, w), g, w)
 
-    def after(self, s: None, x: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
-        """See `Paper`."""
+    def after(self, s: None, x: Vecs, w: World) -> tuple[None, Vecs]:
         return s, self._mixed(x, w) if self.update_first else x
 
-    def _mixed(self, x: dict[int, Vec], w: World) -> dict[int, Vec]:
+    def _mixed(self, x: Vecs, w: World) -> Vecs:
         if w.step % self.every:
             return x
         W = self.W(len(w.ranks), w.step // self.every - 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, own, total
+from mpisgd.methods.paper_kit import Paper, Vecs, World, own, total
 
 __all__ = ["PushSum", "State"]
 
@@ -35,14 +35,10 @@ class PushSum(Paper[State]):
 
     leaves_frozen: ClassVar[bool] = True
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State(dict.fromkeys(w.ranks, 1.0))
 
-    def update(
-        self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
-    ) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
         z, weight = x, s.w
         s, moved = super().update(s, z, g, w)
         x = {i: weight[i] * z[i] + (moved[i] - z[i]) for i in w.ranks}
