@@ -28,13 +28,16 @@ from torch import Tensor
 from mpisgd.errors import InvalidArgument
 
 __all__ = [
+    "COPY",
     "ENTRY",
     "REBUILD",
     "VERSION",
+    "ZEROS",
     "HasOwnState",
     "Part",
     "Pieces",
     "alike",
+    "begins_of",
     "begun",
     "check_version",
     "copied",
@@ -57,8 +60,9 @@ __all__ = [
 ENTRY = "mpisgd"  # of a state_dict
 VERSION = 1  # of that entry; a reader refuses any other one
 
-OWNER, LOST = "owner", "lost"  # keys of a field's metadata
+OWNER, LOST, BEGIN = "owner", "lost", "begin"  # keys of a field's metadata
 DROP, REBUILD = "drop", "rebuild"
+COPY, ZEROS = "copy", "zeros"
 PLAIN = (bool, int, float, str, dict)  # a dict is empty before the first step
 
 T = TypeVar("T")
@@ -120,14 +124,17 @@ class HasOwnState(Protocol):
 # --- the declaration ----------------------------------------------------------------------------------
 
 
-def alike(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+def alike(default: Any = MISSING, *, default_factory: Any = MISSING, begin: str = "") -> Any:
     """Declare a field that is the same on all ranks.
 
     Args:
         default: what it is before the first step.
         default_factory: makes that, as for `dataclasses.field`; `dict` for an entry for each parameter.
+        begin: what the entry of a parameter begins as. "copy": what the first rank has of it; "zeros". "":
+            that is for the method to say, see `Synchronizer.begin`.
     """
-    return _field("alike", default, default_factory)
+    assert begin in ("", COPY, ZEROS), f"begin={begin!r}"
+    return _field("alike", default, default_factory, begin=begin)
 
 
 def own(default: Any = MISSING, *, default_factory: Any = MISSING, lost: str = DROP) -> Any:
@@ -149,8 +156,8 @@ def part(default_factory: Any) -> Any:
     return _field("part", MISSING, default_factory)
 
 
-def _field(owner: str, default: Any, default_factory: Any, lost: str = DROP) -> Any:
-    given: dict[str, Any] = {"metadata": {OWNER: owner, LOST: lost}}
+def _field(owner: str, default: Any, default_factory: Any, lost: str = DROP, begin: str = "") -> Any:
+    given: dict[str, Any] = {"metadata": {OWNER: owner, LOST: lost, BEGIN: begin}}
     if default is not MISSING:
         return field(default=default, **given)
     return field(default_factory=default_factory, **given)
@@ -177,6 +184,16 @@ def names_of(state: Any) -> set[str]:
     return {each.name for each, _ in _declared(state)} if state is not None else set()
 
 
+def begins_of(state: Any) -> dict[str, str]:
+    """Return what entries of parameters begin as, by field, where that is declared.
+
+    Args:
+        state: a dataclass, or an object of one.
+    """
+    declared = _declared(state) if state is not None else ()
+    return {each.name: each.metadata[BEGIN] for each, _ in declared if each.metadata[BEGIN]}
+
+
 def has_rebuilt(state: Any) -> bool:
     """Return whether something in a state is to be rebuilt by all ranks where one has lost its own."""
     return state is not None and any(each.metadata[LOST] == REBUILD for each, _ in _declared(state))
@@ -191,7 +208,7 @@ def pieces_of(state: Any) -> Pieces:
     for each, owner in _declared(state) if state is not None else ():
         value = getattr(state, each.name)
         if owner != "part":
-            (pieces.alike if owner == "alike" else pieces.own)[each.name] = value
+            (pieces.alike if owner == "alike" else pieces.own)[each.name] = _plain(value)
             continue
         inner = value.pieces()
         if inner.alike:
@@ -247,7 +264,8 @@ def take(
             continue
         found = alike if owner == "alike" else own or {}
         if each.name in found:
-            setattr(state, each.name, _placed(found[each.name], like))
+            value, first = _placed(found[each.name], like), getattr(state, each.name)
+            setattr(state, each.name, type(first)(value) if isinstance(first, dict) else value)
 
 
 def restart(state: Any) -> None:
@@ -280,6 +298,11 @@ def _first(each: Field[Any]) -> Any:
         return each.default
     assert each.default_factory is not MISSING
     return each.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    """Return what is saved of a value: of a kind of dict of a method's own, a plain one."""
+    return dict(value) if isinstance(value, dict) and type(value) is not dict else value
 
 
 def _placed(value: Any, like: Mapping[str, Tensor]) -> Any:

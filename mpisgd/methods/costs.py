@@ -1,8 +1,9 @@
 """`cost_of` and `wire_of`: the cost of a strategy, of an optimizer that averages by itself, of a compressor.
 
 It is the `cost.py` beside the module in which a description is defined. One of a user's own has its cost with
-it: a method `cost(sizes, world, step)`, and `cycle(world)` where not all steps cost the same. A compressor
-has a method `coding()`, or none if its bytes are gathered by all ranks.
+it: a method `cost(sizes, world, step)`; which steps stand for all is found in it, or said by a method
+`cycle(world)`; what is there before the first step follows from what the strategy `keeps`. A compressor has a
+method `coding()`, or none if its bytes are gathered by all ranks.
 """
 
 import inspect
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 
 from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.method_state import begins_of
 from mpisgd.methods.coding import Coded, Coding
-from mpisgd.methods.cost_kit import Cycle, Op, Sizes, Wire, World
+from mpisgd.methods.cost_cycle import found_cycle
+from mpisgd.methods.cost_kit import Alloc, Cycle, Op, Sizes, Wire, World
 from mpisgd.methods.cost_steps import kept, unsent_step
 
 __all__ = ["MethodCost", "cost_of", "wire_of"]
@@ -69,7 +72,8 @@ def cost_of(
         given = {**defaults, **(options or {})}
         return MethodCost(partial(module.cost, given), partial(module.cycle, given))
     if hasattr(strategy, "cost"):
-        return MethodCost(strategy.cost, getattr(strategy, "cycle", _every_step))
+        steps = partial(_with_kept, strategy)
+        return MethodCost(steps, getattr(strategy, "cycle", partial(found_cycle, strategy, steps)))
     if (module := _cost_module(type(strategy))) is None:
         raise InvalidArgument(
             f"plan: {strategy} is not planned; expected a strategy of mpisgd, or one with a method "
@@ -79,8 +83,14 @@ def cost_of(
     return MethodCost(partial(module.cost, strategy), partial(module.cycle, strategy), also_alone)
 
 
-def _every_step(world: World) -> Cycle:
-    return Cycle()
+def _with_kept(strategy: Any, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+    """Yield the cost of a strategy; before the first step what it declares to keep, if it declares that."""
+    keeps = getattr(strategy, "keeps", None)
+    if step or keeps is None:
+        yield from strategy.cost(sizes, world, step)
+        return
+    yield from kept(sizes)
+    yield Alloc("strategy", len(begins_of(keeps)) * sizes.nbytes)
 
 
 def wire_of(compressor: Compressor) -> Wire:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mpisgd.method_state import alike, own, part
+from mpisgd.method_state import COPY, alike, begins_of, own, part
 
 __all__ = [
     "CompressedMomentum",
@@ -177,6 +177,7 @@ class Paper(Generic[S]):
     rank) or `part` (the S of another paper). Hyperparameters are fields of the subclass, by their symbols.
 
     Attributes:
+        keeps: S, where its marks say what is kept before the first step; None: `start` does.
         leaves_frozen: whether x lacks parameters that are frozen now; only the optimizer changes them then.
         weighs: whether it looks at `World.weight` itself; else it is given `weighted` gradients.
         depends_on: folders of other papers, to be read with this one.
@@ -191,6 +192,7 @@ class Paper(Generic[S]):
         chooses: whether it takes some of several equal elements.
     """
 
+    keeps: ClassVar[type | None] = None
     leaves_frozen: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     depends_on: ClassVar[tuple[str, ...]] = ()
@@ -202,8 +204,12 @@ class Paper(Generic[S]):
     chooses: ClassVar[bool] = False
 
     def start(self, x: Vecs, w: World) -> S:
-        """Return what is kept before the first step; by default nothing."""
-        return None  # type: ignore[return-value]  # S is None
+        """Return what is kept before the first step; by default what the marks of `keeps` say, or nothing."""
+        if self.keeps is None:
+            return None  # type: ignore[return-value]  # S is None
+        copies = {name: x[w.ranks[0]] for name, what in begins_of(self.keeps).items() if what == COPY}
+        kept: S = self.keeps(**copies)
+        return kept
 
     def reduce(self, s: S, g: Vecs, w: World) -> tuple[S, Vecs]:
         """Return the gradients that the ranks take; by default each its own."""

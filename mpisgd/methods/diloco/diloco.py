@@ -28,7 +28,7 @@ from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.method_state import alike, part
+from mpisgd.method_state import COPY, alike, part
 from mpisgd.methods.diloco import paper
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import ExampleCounts, mean_in_place
@@ -196,7 +196,7 @@ class _State:
     Attributes:
         waves: how many times parameters had been added before, by parameter. Those of a wave are cut into
             fragments together.
-        outer: the parameters after the last outer step.
+        outer: the parameters after the last outer step, at first where all ranks begin.
         entries: the outer optimizer's state, by parameter.
         options: of its groups, by fragment.
         kind: its class: the state of another one is none of its own.
@@ -206,7 +206,7 @@ class _State:
     """
 
     waves: dict[str, int] = alike(default_factory=dict)
-    outer: dict[str, Tensor] = alike(default_factory=dict)
+    outer: dict[str, Tensor] = alike(default_factory=dict, begin=COPY)
     entries: dict[str, dict[str, Any]] = alike(default_factory=dict)
     options: dict[str, dict[str, Any]] = alike(default_factory=dict)
     kind: str = alike("")
@@ -333,10 +333,10 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         self.state = _State()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Synchronizer`: the outer parameters are where all ranks begin."""
-        state = self.state
-        state.waves.update(dict.fromkeys(tensors, max(state.waves.values(), default=-1) + 1))
-        state.outer.update(self.common_copies(tensors))
+        """See `Synchronizer`: what is there already is of an earlier wave."""
+        super().begin(tensors)
+        waves = self.state.waves
+        waves.update(dict.fromkeys(tensors, max(waves.values(), default=-1) + 1))
 
     def derive(self) -> None:
         """Make the fragments: those of the first parameters, and one of each later wave."""

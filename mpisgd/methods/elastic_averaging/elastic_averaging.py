@@ -29,7 +29,7 @@ from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.method_state import REBUILD, alike, own, part
+from mpisgd.method_state import COPY, REBUILD, alike, own, part
 from mpisgd.methods.elastic_averaging import paper
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no_momentum, yes
@@ -115,14 +115,14 @@ class _State:
     """What is kept from step to step.
 
     Attributes:
-        centre: z, by tensor.
+        centre: z, by tensor, which stays where ranks begin anew.
         arrived: m, by tensor, where the compressor has a residual.
         last: x_i at the last exchange, by tensor of these. m is the mean of what the ranks have there less
             their residuals, so all ranks begin anew where one has lost its own.
         compression: what compressors keep of what travels.
     """
 
-    centre: dict[str, Tensor] = alike(default_factory=dict)
+    centre: dict[str, Tensor] = alike(default_factory=dict, begin=COPY)
     arrived: dict[str, Tensor] = alike(default_factory=dict)
     last: dict[str, Tensor] = own(default_factory=dict, lost=REBUILD)
     compression: CompressionState = part(CompressionState)
@@ -135,11 +135,6 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         super().__init__(training)
         self._strategy = strategy
         self.state = _State()
-
-    def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Synchronizer`: the centre is where all ranks begin, and it stays where they begin anew."""
-        centre = self.state.centre
-        centre.update(self.common_copies({k: tensor for k, tensor in tensors.items() if k not in centre}))
 
     def derive(self) -> None:
         """See `Synchronizer`."""

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.coalesced import broadcast_coalesced
+from mpisgd.method_state import ZEROS, begins_of
 from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.local_scaling import LocalScaling
-from mpisgd.methods.strategy.strategy import Synchronizer
+from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 
 __all__ = ["LOCAL_STEPS", "WEIGHTED", "LocalSynchronizer"]
@@ -38,9 +39,19 @@ class LocalSynchronizer(Synchronizer, abc.ABC):
 
     replicas_differ = True
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
+    def __init__(self, training: Training, strategy: Strategy | None = None) -> None:
+        super().__init__(training, strategy)
         self._scaling = LocalScaling(training.optimizer)
+
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the entries of which `state` declares what they begin as, but for those that are there."""
+        for name, what in begins_of(self.state).items():
+            entries = getattr(self.state, name)
+            new = {key: tensor for key, tensor in tensors.items() if key not in entries}
+            zeros = what == ZEROS
+            entries.update(
+                {k: torch.zeros_like(t) for k, t in new.items()} if zeros else self.common_copies(new)
+            )
 
     @abc.abstractmethod
     def synchronize(self) -> None:

@@ -44,9 +44,11 @@ class Synchronizer:
 
     Args:
         training: the optimizer, parameters, ranks and options.
+        strategy: whose working part it is; what it `keeps` is `state`.
 
     Attributes:
         training: as given, and kept up to date.
+        strategy: as given.
         num_steps: number of steps so far, including those before the state was saved and loaded.
         step_examples: numbers of examples of this rank's steps; see `ExampleCounts`.
         state: what is kept from step to step, a dataclass marked by `mpisgd.method_state`; None: nothing.
@@ -70,8 +72,11 @@ class Synchronizer:
     is_fresh = True
     reopens: ClassVar[bool] = False
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, strategy: "Strategy | None" = None) -> None:
         self.training = training
+        if strategy is not None and strategy.keeps is not None:
+            self.state = strategy.keeps()
+        self.strategy = strategy
         self.owner = current_owner()
         self.num_steps = 0
         self.step_examples = StepExamples()
@@ -294,9 +299,12 @@ class Strategy(abc.ABC):
 
     Attributes:
         starts_together: whether all ranks take part in the first step, with the same parameters.
+        keeps: the dataclass of what the working part keeps from step to step, see `mpisgd.method_state`. What
+            it is of each parameter is counted before the first step, where a strategy has a `cost`.
     """
 
     starts_together: ClassVar[bool] = True
+    keeps: ClassVar[type | None] = None
 
     @classmethod
     def examples(cls) -> Sequence["Strategy"]:
