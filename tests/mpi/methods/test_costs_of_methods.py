@@ -6,7 +6,8 @@ import itertools
 import tempfile
 
 import pytest
-from cost_cases import MethodCase, layouts, methods, pipelines, placements, sent_so_far
+from cost_cases import MethodCase, methods, placements, sent_so_far
+from divided_cost_cases import layouts, pipelines
 from peak_meter import peak_bytes
 from pretended_hosts import group_of_hosts
 from verdicts import everyone, referee
