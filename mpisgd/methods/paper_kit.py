@@ -263,14 +263,7 @@ def everyone(v: Vec, w: World) -> Vecs:
 
 
 def sent(kept: Any, v: Vecs, w: World, n: Mapping[int, float] | None = None) -> tuple[Any, Vec]:
-    """Return the mean as it comes by the wire, and what that keeps.
-
-    Args:
-        kept: by the wire.
-        v: of each rank.
-        w: whose wire it is.
-        n: how many examples each rank counts; None: all alike.
-    """
+    """Return what the wire keeps, and the mean as it comes by it; n: how many examples each rank counts."""
     kept, out = w.wire.reduce(kept, v if n is None else weighted(v, n), evenly(w))
     return kept, out[w.ranks[0]]
 

@@ -30,6 +30,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import COPY, alike, part
 from mpisgd.methods.diloco import paper
+from mpisgd.methods.diloco.fragments import cut, names_of_fragments
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import ExampleCounts, mean_in_place
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no_momentum, yes
@@ -183,7 +184,7 @@ class DiLoCo(Strategy):
             lr=lr,
             mu=mu,
             nesterov=bool(nesterov),
-            fragments=_names_of_fragments(lengths, self.fragments) if self.fragments > 1 else (),
+            fragments=names_of_fragments(lengths, self.fragments) if self.fragments > 1 else (),
             tau=self.overlap_steps,
             alpha=self.overlap_alpha,
         )
@@ -349,7 +350,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         state.compression.move_to([])
         for wave in sorted(set(state.waves.values())):
             added = {key: tensor for key, tensor in params.items() if state.waves[key] == wave}
-            parts = [added] if wave else _cut(added, strategy.fragments)
+            parts = [added] if wave else cut(added, strategy.fragments)
             for place, each in enumerate(parts):
                 first = place * strategy.sync_every // strategy.fragments
                 number = len(self._fragments)
@@ -387,29 +388,3 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
         return [*self.completed(self.state.outer), *buffers]
-
-
-def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Cut into `count` parts of about as many bytes, in their order; none is empty if there are enough."""
-    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    total, before, place = sum(param.nbytes for param in params.values()), 0, -1
-    for number, (key, param) in enumerate(params.items()):
-        even = min(before * count // total, count - 1) if total else 0  # the last may have no bytes
-        last_chance = count - (len(params) - number)  # from here on each part gets one parameter
-        place = max(place, min(even, place + 1), last_chance)
-        parts[place][key] = param
-        before += param.nbytes
-    return [part for part in parts if part]
-
-
-def _names_of_fragments(lengths: Sequence[tuple[str, int]], count: int) -> tuple[tuple[str, ...], ...]:
-    """Cut names into fragments: a parameter is in that in which its first byte would be."""
-    total = sum(nbytes for _, nbytes in lengths)
-    fragments: list[list[str]] = [[] for _ in range(count)]
-    begin = 0
-    for name, nbytes in lengths:
-        fragments[begin * count // total].append(name)
-        begin += nbytes
-    if not all(fragments):
-        raise InvalidArgument(f"parameters of {total} bytes cannot be cut evenly into {count} fragments")
-    return tuple(map(tuple, fragments))
