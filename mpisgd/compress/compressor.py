@@ -76,7 +76,7 @@ class BucketReducer(abc.ABC):
 
     state: Any = None
     leads_alone: ClassVar[bool] = False
-    is_fresh = True
+    is_fresh: bool = True
 
     @abc.abstractmethod
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:

@@ -69,7 +69,7 @@ class Synchronizer:
     replicas_differ = False
     has_whole_state = True
     commits_shards = False
-    is_fresh = True
+    is_fresh: bool = True
     reopens: ClassVar[bool] = False
 
     def __init__(self, training: Training, strategy: "Strategy | None" = None) -> None:
@@ -321,6 +321,8 @@ class Strategy(abc.ABC):
 
     def check(self, training: Training) -> None:
         """Raise if the strategy cannot train these parameters with these ranks; before anything is sent.
+
+        Called at construction, and again for other ranks.
 
         Raises:
             InvalidArgument: says why.
