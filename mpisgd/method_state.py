@@ -230,7 +230,7 @@ def begun(state: Any) -> dict[str, Any]:
 
 def without_parts(state: Any, pieces: Pieces, kind: type) -> Pieces:
     """Return pieces without those of the parts of a state that are of a class."""
-    parts = _parts(state, kind)
+    parts: Mapping[str, Any] = _parts(state, kind)
     return Pieces(*({name: v for name, v in of_one.items() if name not in parts} for of_one in pieces))
 
 

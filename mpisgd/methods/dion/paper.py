@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from math import ceil
 
 import torch
+from torch import Tensor
 
 from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, filled, mean
 
-__all__ = ["Dion", "State", "rank_of"]
+__all__ = ["Dion", "State", "dion", "rank_of"]
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,22 @@ class Dion(Paper[State]):
         return State(Vec(matrices).each(torch.zeros_like), Vec(Q))
 
     def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
-        G, old, M, Q, new = mean(filled(g), w), x[w.ranks[0]], dict(s.M), dict(s.Q), Vec()
+        G, M, Q, new = mean(filled(g), w), Vec(s.M), Vec(s.Q), Vec()
         rest = {i: w.optimizer(i, x[i], G.without(s.M)) for i in w.ranks}
         for name in G.only(s.M):
-            B, X = M[name] + G[name], old[name]
-            P = torch.linalg.qr(B @ Q[name]).Q
-            R = B.T @ P
-            M[name], Q[name] = B - (1 - self.mu) * P @ R.T, R / (R.norm(dim=0) + self.eps)
-            taken = self.lr * self.scale(X.shape) * (P @ Q[name].T)
-            new[name] = (1 - self.lr * self.decay) * X - taken
-        return State(Vec(M), Vec(Q)), {i: rest[i] | new for i in w.ranks}
+            X = x[w.ranks[0]][name]
+            M[name], Q[name], step = dion(G[name], M[name], Q[name], self.mu, self.eps)
+            new[name] = (1 - self.lr * self.decay) * X - self.lr * self.scale(X.shape) * step
+        return State(M, Q), {i: rest[i] | new for i in w.ranks}
+
+
+def dion(G: Tensor, M: Tensor, Q: Tensor, mu: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return M, Q and P Q^T after a step."""
+    B = M + G
+    P = torch.linalg.qr(B @ Q).Q
+    R = B.T @ P
+    Q = R / (R.norm(dim=0) + eps)
+    return B - (1 - mu) * P @ R.T, Q, P @ Q.T
 
 
 def rank_of(shape: torch.Size, fraction: float) -> int:
