@@ -401,7 +401,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         members = group_or_world(group)
         whole = "" if self._synchronizer.has_whole_state else ", with a part of the state"
         named = self._synchronizer.training.named
-        self.strategy.check(self._synchronizer.training._replace(group=members))
+        self.strategy.check_ranks(self._synchronizer.training._replace(group=members))
         self._owner = _new_owner(self, named, members)
         with owned_by(self._owner):
             agree_on("rebuild", named, members, extra=self._summary + whole)

@@ -87,13 +87,8 @@ class ElasticAveraging(Strategy):
             elastic=yes("survivors go on from their own models, with the centre"),
         )
 
-    def check(self, training: Training) -> None:
-        """See `Strategy.check`.
-
-        Raises:
-            InvalidArgument: also if `alpha` is so large that the centre diverges.
-        """
-        super().check(training)
+    def check_ranks(self, training: Training) -> None:
+        """Raise if `alpha` is so large that the centre diverges."""
         size = training.group.size
         if self.alpha is not None and self.alpha * size > 1:
             raise InvalidArgument(

@@ -143,9 +143,8 @@ class Gossip(Strategy):
             return ""
         return f"consensus_step={self.consensus_step} goes with a compression that leaves something out"
 
-    def check(self, training: Training) -> None:
+    def check_ranks(self, training: Training) -> None:
         """Raise if the graph does not fit the ranks, or if MPI lacks what the style needs."""
-        super().check(training)
         size, compression = training.group.size, training.options.compression
         if self.consensus_step is not None and self.graph.num_phases(size) != 1:
             raise InvalidArgument(

@@ -264,8 +264,12 @@ class LockedShards(Worker):
         """Whether this rank can read the state of all parameters, also when ranks are lost."""
         return self.is_fresh or self._is_on_one_host
 
-    @torch.no_grad()
     def close(self) -> None:
+        """See `Synchronizer`."""
+        self.bring_home()
+
+    @torch.no_grad()
+    def bring_home(self) -> None:
         """Read parameters and state from the shards, to begin anew with them."""
         self._show()
         if not self.is_fresh:

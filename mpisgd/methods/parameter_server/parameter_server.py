@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mpisgd.arguments import as_index, check_flag, check_positive, shown
-from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.parameter_server.lock_free import LockFree
@@ -149,16 +148,15 @@ class ParameterServer(Strategy):
         return SYNC if self.mode == "sync" else OWN_PACE
 
     def check(self, training: Training) -> None:
-        """Raise for options and hosts that a parameter server does not support."""
+        """Raise for parameters and optimizers that a parameter server does not support."""
         super().check(training)
         check_shareable(training.named)
-        if self.mode == "sync":
-            return
-        self._check_group(training.group)
         if self.pull_every not in (None, 1) and any("lr" not in o for o in training.optimizer.param_groups):
             raise InvalidArgument("ParameterServer: pull_every needs an optimizer with a learning rate `lr`")
 
-    def _check_group(self, group: Group) -> None:
+    def check_ranks(self, training: Training) -> None:
+        """Raise unless ranks without locks share memory, and servers are among the ranks, and workers."""
+        group = training.group
         if not self.locked and group.shared_memory is None and group.size > 1:
             raise InvalidArgument(
                 f"ParameterServer: locked=False needs memory that all ranks of group '{group.name}' share: "

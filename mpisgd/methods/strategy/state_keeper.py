@@ -116,6 +116,8 @@ class StateKeeper:
 
     def forget_own(self) -> None:
         """Begin anew with what is this rank's own; all ranks do so, and the others have loaded the rest."""
+        self._of.bring_home()
+        self._of.is_fresh = True
         self._compares = bool(self.entry())
         if not self._compares and self._keeps:  # they have loaded that nothing is kept, see `load`
             self._of.num_steps = 0

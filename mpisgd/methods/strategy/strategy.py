@@ -89,6 +89,12 @@ class Synchronizer:
     def close(self) -> None:
         """End what belongs to the ranks so far, of which some may be lost; parameters and state stay."""
 
+    def bring_home(self) -> None:
+        """Let the parameters and the optimizer's state be those that count, if these are elsewhere.
+
+        Not collective, and maybe on some ranks only.
+        """
+
     @property
     def why_fixed(self) -> str:
         """Why it cannot go on with other ranks now, "" if it can; the same on all ranks."""
@@ -322,13 +328,19 @@ class Strategy(abc.ABC):
     def check(self, training: Training) -> None:
         """Raise if the strategy cannot train these parameters with these ranks; before anything is sent.
 
-        Called at construction, and again for other ranks.
-
         Raises:
             InvalidArgument: says why.
         """
         if not self.updates_files(training):
             check_in_memory("DistributedOptimizer", training.named)
+        self.check_ranks(training)
+
+    def check_ranks(self, training: Training) -> None:  # noqa: B027  # few have anything to check
+        """Raise if the strategy cannot train with these ranks; at construction, and whenever they change.
+
+        Raises:
+            InvalidArgument: says why.
+        """
 
     def updates_files(self, training: Training) -> bool:
         """Return whether parameters that `mpisgd.offload_parameters` has moved to files are updated there."""
