@@ -149,3 +149,33 @@ def test_exchanges_go_on_where_parameters_cannot_be_added():
 )
 def test_a_momentum_is_that_of_any_compressor_inside(compressor, expected):
     assert has_momentum(compressor) is expected
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParameterServer("async", push_every=2, pull_every=4),
+        ParameterServer("ssp", staleness_steps=1),
+        ParameterServer("async", locked=False),
+    ],
+    ids=str,
+)
+def test_a_broadcast_of_the_state_goes_with_servers(strategy):
+    """Its source did not begin anew as the others did, and they waited for it."""
+
+    def program() -> list[float]:
+        param = torch.nn.Parameter(torch.zeros(3))
+        optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD([param], lr=0.5), strategy=strategy)
+        for _ in range(3):
+            stepped(optimizer, param)
+        mpisgd.broadcast_parameters([("weight", param)], src=1)
+        mpisgd.broadcast_optimizer_state(optimizer, src=1)
+        for _ in range(2):
+            stepped(optimizer, param)
+        optimizer.synchronizer.finish()
+        return param.tolist()
+
+    told = run_ranks(3, program)
+    assert [each == told[0] for each in told] == [True] * 3, told
+    if strategy.pull_every == 4:  # three own steps on rank 1, then two of all ranks
+        assert told[0] == pytest.approx([-0.5 - 1.0] * 3), told
