@@ -17,7 +17,6 @@ In a `state_dict` it is the entry "mpisgd":
      "begun": [KEY, ...], "alike": {FIELD: ...}, "own": {FIELD: ...}}
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -41,7 +40,6 @@ __all__ = [
     "begun",
     "check_version",
     "copied",
-    "digests",
     "entry_of",
     "forget_own",
     "has_rebuilt",
@@ -382,31 +380,3 @@ def check_version(entry: Mapping[str, Any]) -> None:
             f'load_state_dict: the entry "{ENTRY}" of this state has version {entry.get("version")!r}, and '
             f"this mpisgd reads version {VERSION}; load it with the mpisgd that wrote it, or a newer one"
         )
-
-
-def digests(alike: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each field that ranks have alike: equal where all bits in it are."""
-    return {name: _digest(value) for name, value in alike.items()}
-
-
-def _digest(value: Any) -> str:
-    told = hashlib.blake2b(digest_size=8)
-    _update(told, value)
-    return told.hexdigest()
-
-
-def _update(told: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
-        told.update(f"{value.dtype}{list(value.shape)}".encode())
-        told.update(flat.numpy())
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            told.update(f"{key}:".encode())
-            _update(told, value[key])
-    elif isinstance(value, (list, tuple)):
-        told.update(f"[{len(value)}".encode())
-        for entry in value:
-            _update(told, entry)
-    else:
-        told.update(repr(value).encode())

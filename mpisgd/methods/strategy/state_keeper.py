@@ -22,7 +22,6 @@ from mpisgd.method_state import (
     REBUILD,
     Pieces,
     check_version,
-    digests,
     entry_of,
     forget_own,
     has_rebuilt,
@@ -32,6 +31,7 @@ from mpisgd.method_state import (
     take,
     without_parts,
 )
+from mpisgd.methods.strategy.state_digests import digests
 from mpisgd.methods.strategy.strategy import Synchronizer
 
 __all__ = ["StateKeeper"]
