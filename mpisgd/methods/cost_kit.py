@@ -4,7 +4,7 @@ A `cost.py` says what a method does in a step, by sizes alone, as a stream of op
 the program. Nothing is computed and nothing is sent: three interpreters read the stream.
 
     def cost(method, sizes, world, step) -> Iterator[Op]     # step 0: what is there before the first one
-    def cycle(method, world) -> Cycle                        # which steps stand for all
+    def cycle(method, world) -> Cycle                        # which steps stand for all, if that is not found
 
     methods/wire_bytes.py         bytes that a rank sends
     methods/peak_memory.py        bytes that a rank keeps at the moment at which they are most

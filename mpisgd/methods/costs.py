@@ -79,8 +79,12 @@ def cost_of(
             f"plan: {strategy} is not planned; expected a strategy of mpisgd, or one with a method "
             "cost(sizes, world, step), see mpisgd.methods.cost_kit"
         )
-    also_alone = getattr(module, "also_alone", lambda _: False)(strategy)
-    return MethodCost(partial(module.cost, strategy), partial(module.cycle, strategy), also_alone)
+    also_alone, steps = (
+        getattr(module, "also_alone", lambda _: False)(strategy),
+        partial(module.cost, strategy),
+    )
+    said = partial(module.cycle, strategy) if hasattr(module, "cycle") else None
+    return MethodCost(steps, said or partial(found_cycle, strategy, steps), also_alone)
 
 
 def _with_kept(strategy: Any, sizes: Sizes, world: World, step: int) -> Iterator[Op]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, filled, mean, own
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, filled, mean, own
 
 __all__ = ["BlockQuantized", "State"]
 
@@ -24,8 +24,8 @@ __all__ = ["BlockQuantized", "State"]
 class State:
     """What is kept: what ranks have left out, and what owners have."""
 
-    e: dict[int, Vec] = own(default_factory=dict)
-    d: dict[int, Vec] = own(default_factory=dict)
+    e: Vecs = own(default_factory=dict)
+    d: Vecs = own(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,10 @@ class BlockQuantized(Paper[State]):
     B: int
     feedback: bool = False
 
-    def start(self, x: dict[int, Vec], w: World) -> State:
-        """See `Paper`."""
+    def start(self, x: Vecs, w: World) -> State:
         return State({i: Vec() for i in w.ranks}, {i: Vec() for i in w.ranks})
 
-    def reduce(self, s: State, g: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
-        """See `Paper`."""
+    def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         if len(w.ranks) == 1:
             return s, g
         v = {i: g_i + s.e[i].only(g_i) for i, g_i in filled(g).items()}

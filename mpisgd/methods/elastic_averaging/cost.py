@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from mpisgd.methods.cost_kit import Alloc, Cycle, Free, Move, Op, Sizes, World
+from mpisgd.methods.cost_kit import Alloc, Free, Move, Op, Sizes, World
 from mpisgd.methods.cost_steps import kept, mean_of_parameters, unsent_step
 from mpisgd.methods.elastic_averaging.elastic_averaging import ElasticAveraging
 
-__all__ = ["cost", "cycle"]
+__all__ = ["cost"]
 
 
 def cost(method: ElasticAveraging, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
@@ -26,8 +26,3 @@ def cost(method: ElasticAveraging, sizes: Sizes, world: World, step: int) -> Ite
         yield from mean_of_parameters(sizes, world, step)
         yield Move(3 * sizes.nbytes, "centre")
         yield Free("strategy", fresh)
-
-
-def cycle(method: ElasticAveraging, world: World) -> Cycle:
-    """Return the steps from one exchange to the next."""
-    return Cycle(0, method.every)

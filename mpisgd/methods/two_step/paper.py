@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, filled, mean, own, signs
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, everyone, filled, mean, own, signs
 
 __all__ = ["State", "TwoStep"]
 
@@ -32,19 +32,17 @@ class TwoStep(Paper[State]):
     of_chunks = of_buckets = of_memory = True
 
     def start(self, x: Vecs, w: World) -> State:
-        return State({i: Vec() for i in w.ranks}, {i: Vec() for i in w.ranks})
+        return State(everyone(Vec(), w), everyone(Vec(), w))
 
     def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         if len(w.ranks) == 1:
             return s, g
         m = {i: g_i + s.e[i].only(g_i) for i, g_i in filled(g).items()}
         sent = {i: self.C(m_i, w) for i, m_i in m.items()}
-        e = {i: Vec({**s.e[i], **(m[i] - sent[i])}) for i in w.ranks}
-        y = mean(sent, w) + s.d[w.ranks[0]].only(m[w.ranks[0]])
+        e, d = {i: s.e[i] | (m[i] - sent[i]) for i in w.ranks}, s.d[w.ranks[0]]
+        y = mean(sent, w) + d.only(m[w.ranks[0]])
         v = self.C(y, w)
-        return State(e, dict.fromkeys(w.ranks, Vec({**s.d[w.ranks[0]], **(y - v)}))), dict.fromkeys(
-            w.ranks, v
-        )
+        return State(e, everyone(d | (y - v), w)), everyone(v, w)
 
     def C(self, v: Vec, w: World) -> Vec:
         """Return what arrives of v."""

@@ -57,7 +57,7 @@ STRATEGY_COST = '''
 
 from collections.abc import Iterator
 
-from mpisgd.methods.cost_kit import Cycle, Op, Sizes, World
+from mpisgd.methods.cost_kit import Op, Sizes, World
 from mpisgd.methods.cost_steps import kept, mean_of_parameters, unsent_step
 from mpisgd.methods.mean_every.mean_every import MeanEvery
 
@@ -69,30 +69,21 @@ def cost(method: MeanEvery, sizes: Sizes, world: World, step: int) -> Iterator[O
     yield from unsent_step(sizes)
     if step % method.every == 0:
         yield from mean_of_parameters(sizes, world, step)
-
-
-def cycle(method: MeanEvery, world: World) -> Cycle:
-    return Cycle(0, method.every)
 '''
 STRATEGY_PAPER = '''
 """x_i <- mean of all x_j after every k-th step."""
 
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, mean
+from mpisgd.methods.paper_kit import Paper, Vecs, World, everyone, mean
 
 
 @dataclass(frozen=True)
 class MeanEvery(Paper[None]):
     k: int
 
-    def start(self, x: dict[int, Vec], w: World) -> None:
-        return None
-
-    def after(self, s: None, x: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
-        if w.step % self.k:
-            return s, x
-        return s, dict.fromkeys(w.ranks, mean(x, w))
+    def after(self, s: None, x: Vecs, w: World) -> tuple[None, Vecs]:
+        return s, x if w.step % self.k else everyone(mean(x, w), w)
 '''
 COMPRESSOR = '''
 """Elements are cut to a limit before their mean is taken."""
@@ -130,19 +121,16 @@ COMPRESSOR_PAPER = '''
 
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, mean
+from mpisgd.methods.paper_kit import Paper, Vecs, World, everyone, mean
 
 
 @dataclass(frozen=True)
 class Cut(Paper[None]):
     c: float
 
-    def start(self, x: dict[int, Vec], w: World) -> None:
-        return None
-
-    def reduce(self, s: None, g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
+    def reduce(self, s: None, g: Vecs, w: World) -> tuple[None, Vecs]:
         cut = {i: g[i].each(lambda tensor: tensor.clamp(-self.c, self.c)) for i in w.ranks}
-        return s, dict.fromkeys(w.ranks, mean(cut, w))
+        return s, everyone(mean(cut, w), w)
 '''
 LINES = {
     "__init__.pyi": "from mpisgd.methods.mean_every.mean_every import MeanEvery as MeanEvery\n",
