@@ -10,6 +10,7 @@ DOCUMENT is JSON: {"version": 1, "step": 300, "ranks": 4, "crc32": {NAME: ...}, 
 with eight zeros in its own place. So every byte of the file is covered, and a reader needs no pickle.
 """
 
+import contextlib
 import io
 import struct
 import zlib
@@ -30,10 +31,9 @@ from mpisgd.checkpoint.header import (
 )
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode, tensor_names
 from mpisgd.checkpoint.storage import Location, Storage
-from mpisgd.collectives.objects import Allocate
 from mpisgd.errors import CheckpointDamaged
 
-__all__ = ["Document", "bytes_of", "read", "write"]
+__all__ = ["Document", "Entry", "Opened", "bytes_of", "read", "read_all", "write"]
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -73,32 +73,84 @@ def write(file: BinaryIO, document: Document, tensors: Mapping[str, Tensor]) -> 
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def read(
-    storage: Storage, name: str, objects: Collection[str] = (), empty: Allocate | None = None
-) -> tuple[Document, dict[str, Tensor]]:
-    """Return what is in a checkpoint, after every byte of it was checked.
+class Opened:
+    """A checkpoint whose header is intact, and whose tensors are read one after the other.
+
+    What goes wrong meanwhile is raised at the end: whoever sends each tensor on goes on until then with
+    any content, as those do who receive it.
 
     Args:
         storage: where it is.
         name: of the file.
         objects: of which the tensors are wanted; those of plain values and of the generators always are.
-        empty: makes their memory; ordinary one by default.
+
+    Attributes:
+        path: of the file.
+        document: what stands beside the tensors.
+        entries: the tensors, in the order in which they are to be read.
+        wanted: names of those that are to be kept.
+
+    Raises:
+        CheckpointDamaged: its header is not what was written; says what is wrong.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, storage: Storage, name: str, objects: Collection[str] = ()) -> None:
+        self.path = storage.at(name)
+        self._error: Exception | None = None
+        self._file, size = _opened(storage, name)
+        try:
+            self.document, self.entries = _read_header(self._file, size, self.path)
+            self.wanted = _wanted(self.document, self.entries, objects, self.path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, entry: Entry, room: Tensor | None) -> None:
+        """Read the next tensor into contiguous memory, None if it is not to be kept, and check it."""
+        if self._error is None:
+            try:
+                _read_tensor(self._file, self.path, entry, room)
+            except Exception as exc:
+                self._error = exc
+
+    def close(self) -> None:
+        """Close the file, and raise what went wrong.
+
+        Raises:
+            CheckpointDamaged: a tensor is not what was written; says which.
+            OSError: it could not be read.
+        """
+        self._file.close()
+        if self._error is not None:
+            raise self._error
+
+
+def read(storage: Storage, name: str, objects: Collection[str] = ()) -> tuple[Document, dict[str, Tensor]]:
+    """Return what is in a checkpoint, after every byte of it was checked.
+
+    Args:
+        storage: where it is.
+        name: of the file.
+        objects: as for `Opened`.
 
     Raises:
         CheckpointDamaged: it is not what was written; says what is wrong.
         OSError: it cannot be read.
     """
-    path = storage.at(name)
-    file, size = _opened(storage, name)
-    with file:
-        document, entries = _read_header(file, size, path)
-        wanted = _wanted(document, entries, objects, path)
-        rooms = (_room(entry, empty) if entry.name in wanted else None for entry in entries)
-        found = {
-            entry.name: _read_tensor(file, path, entry, room)
-            for entry, room in zip(entries, rooms, strict=True)
-        }
-    return document, {name: tensor for name, tensor in found.items() if tensor is not None}
+    with contextlib.closing(Opened(storage, name, objects)) as opened:
+        tensors = read_all(opened)
+    return opened.document, tensors
+
+
+def read_all(opened: Opened) -> dict[str, Tensor]:
+    """Read all tensors of a checkpoint; return those that are wanted."""
+    tensors = {}
+    for entry in opened.entries:
+        if entry.name in opened.wanted:
+            tensors[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)
+        opened.read(entry, tensors.get(entry.name))
+    return tensors
 
 
 def _opened(storage: Storage, name: str) -> tuple[io.BufferedIOBase, int]:
@@ -136,15 +188,7 @@ def _wanted(document: Document, entries: list[Entry], objects: Collection[str], 
         ) from exc
 
 
-def _room(entry: Entry, empty: Allocate | None) -> Tensor:
-    if empty is not None:
-        return empty(entry.shape, entry.dtype)
-    return torch.empty(entry.shape, dtype=entry.dtype)
-
-
-def _read_tensor(
-    file: io.BufferedIOBase, path: Location, entry: Entry, tensor: Tensor | None
-) -> Tensor | None:
+def _read_tensor(file: io.BufferedIOBase, path: Location, entry: Entry, tensor: Tensor | None) -> None:
     """Read one tensor into its memory, if it is to be kept, and check it."""
     if tensor is not None:
         _read_into(file, path, _memory(tensor))
@@ -155,7 +199,6 @@ def _read_tensor(
         raise CheckpointDamaged(
             printable(f"{path} is damaged: {entry.name} has checksum {found:08x}, not {entry.crc32:08x}")
         )
-    return tensor
 
 
 def _skim(file: io.BufferedIOBase, path: Location, nbytes: int) -> int:

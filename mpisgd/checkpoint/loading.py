@@ -1,4 +1,4 @@
-"""`load` and `latest`: the first rank reads and checks the file, and broadcasts the objects asked for."""
+"""`load` and `latest`: the first rank reads and checks the file, and the others get what they need of it."""
 
 import os
 from collections.abc import Mapping
@@ -6,20 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mpisgd.arguments import as_path, check_flag, has_state_dict, printable
-from mpisgd.checkpoint import format, rank_state, rng_state
-from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen, read_whole
+from mpisgd.checkpoint import rank_state, rng_state
+from mpisgd.checkpoint.fetching import Fetched, Needs, fetch
+from mpisgd.checkpoint.newest import newest_intact, newest_seen
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode
 from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
-from mpisgd.checkpoint.storage import Location, as_location, find
+from mpisgd.checkpoint.storage import Location, as_location
 from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.optim.broadcast import broadcast_tensors, undo_casts
+from mpisgd.optim.broadcast import undo_casts
+from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.sharding.layerwise.loaded_parts import load_parts, needed_parts_of, tensors_of
+from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.sharding.offload.mapped_memory import MappedMemory
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 
@@ -98,7 +102,8 @@ def load(
         CheckpointDamaged: the file is damaged. Nothing was loaded.
         CheckpointMismatch: names, parameters or shapes are not those of the objects. Nothing was loaded.
 
-    Cost: one broadcast of the loaded bytes, which are in memory twice during the load.
+    Cost: one broadcast of the loaded bytes, which are in memory twice during the load. Of a state that the
+        ranks divide, as with `Sharded`, each is sent its own part only.
     """
     path = as_location("checkpoint.load", "path", path)
     check_flag("checkpoint.load", "rng", rng)
@@ -110,15 +115,25 @@ def load(
                 "values are in what load returns"
             )
     group = group_or_world(group)
+    for value in objects.values():
+        if isinstance(value, DistributedOptimizer):
+            value.synchronizer.end_failed_step()  # in which it has other parameters
     empty = _memory(group, folder)
-    found, of_ranks = _fetch(group, path, objects, empty)
+    needs = _needs(group, objects)
+    found = fetch(group, path, objects, needs, empty)
+    _check_names(found, objects)
     common, values, states = _decoded(found, objects)
-    parts = _shares(group, found, of_ranks, common, objects)
+    parts = _shares(group, found, common, objects)
     state, replicas = rank_state.give_back(group, parts, common, empty)
-    problems = [line for name, value in objects.items() for line in _misfits(name, value, state[name])]
+    needs = {name: needs[name] for name in found.divided}
+    problems = [
+        line
+        for name, value in objects.items()
+        for line in _misfits(name, value, state[name], needs.get(name))
+    ]
     problem = f"{found.path} does not fit: {'; '.join(problems)}" if problems else None
     agree(group, Operation("checkpoint.load", extra="fits"), problem, CheckpointMismatch)
-    _fill(group, state, objects)
+    _fill(group, state, objects, needs)
     rank_state.load_replicas(objects, replicas)
     if rng and states:
         rng_state.restore(states, group.rank)
@@ -136,58 +151,34 @@ def _memory(group: Group, folder: Path | None) -> Allocate:
         return MappedMemory(folder, f"what rank {group.rank} loads").empty
 
 
-def _fetch(
-    group: Group, path: Location, objects: Mapping[str, Any], empty: Allocate
-) -> tuple[Found, rank_state.OfRanks]:
-    """Return the same checkpoint on every rank, and on the root what belongs to each of them. Collective."""
-    seen = newest_seen(group, "checkpoint.load", path)
-    here: dict[str, Tensor] = {}
-    of_ranks = rank_state.OfRanks({}, {})
-
-    def read() -> Found:
-        """Read; tell the others of the tensors what is not their content."""
-        nonlocal of_ranks
-        found = _read(path, seen or [], objects, empty)
-        found, of_ranks = rank_state.take_out(found)
-        here.update(found.tensors)
-        return found._replace(tensors={name: tensor.to("meta") for name, tensor in here.items()})
-
-    asked = Operation("checkpoint.load", root=ROOT, extra=", ".join(objects))
-    found = at_root(group, asked, read)
-    # Not empty_like, which imports sympy where a tensor on the device "meta" gets memory.
-    with raised_on_every_rank(group):
-        tensors = here or {name: empty(meta.shape, meta.dtype) for name, meta in found.tensors.items()}
-    broadcast_tensors([format.bytes_of(tensor) for tensor in tensors.values()], group.ranks[ROOT], group)
-    return found._replace(tensors=tensors), of_ranks
+def _needs(group: Group, objects: Mapping[str, Any]) -> Needs:
+    """Return what this rank needs of the objects that the ranks divide."""
+    found: dict[str, Any] = {}
+    for name, value in objects.items():
+        if group.size > 1 and isinstance(value, DistributedOptimizer):
+            found[name] = value._needed_parts(group)
+        elif group.size > 1 and isinstance(value, nn.Module):
+            found[name] = needed_parts_of(value, group)
+    return {name: parts for name, parts in found.items() if parts is not None}
 
 
-def _read(path: Location, seen: list[Any], objects: Mapping[str, Any], empty: Allocate) -> Found:
-    """Read the file, or the newest intact one of the folder. On the root."""
-    wanted = rank_state.WithRanks(objects)
-    storage, name = find(path)
-    if name is not None:
-        found: Found | None = read_whole(storage, name, wanted, empty)
-    else:
-        found = newest_intact(path, seen, wanted, empty)
-    if found is None:
-        raise CheckpointError(f"checkpoint.load: {path} holds no whole checkpoint")
-    names = found.document.state
-    missing = [name for name in objects if name not in names]
+def _check_names(found: Fetched, objects: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatch where the file has no state of an object; on every rank alike."""
+    kinds = found.document.kinds
+    missing = [name for name in objects if name not in kinds]
     if missing:
-        has, lacks = ", ".join(_of_all(found)), ", ".join(missing)
+        has, lacks = ", ".join(kinds), ", ".join(missing)
         raise CheckpointMismatch(printable(f"checkpoint.load: {found.path} has no {lacks}; it has {has}"))
-    values = [name for name in objects if found.document.kinds[name] == "value"]
+    values = [name for name in objects if kinds[name] == "value"]
     if values:
         raise CheckpointMismatch(
             f"checkpoint.load: {', '.join(values)} was saved as plain data: it is in what load returns"
         )
-    return found
 
 
 def _shares(
     group: Group,
-    found: Found,
-    of_ranks: rank_state.OfRanks,
+    found: Fetched,
     common: Mapping[str, Any],
     objects: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -195,19 +186,14 @@ def _shares(
     parts: list[dict[str, Any]] = []
     problem = None
     try:
-        parts = rank_state.shares(group, of_ranks, found.document.ranks, common, objects)
+        parts = rank_state.shares(group, found.of_ranks, found.document.ranks, common, objects)
     except WRONG_TREE as exc:
         problem = printable(f"{found.path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}")
     agree(group, Operation("checkpoint.load", extra="own"), problem, CheckpointDamaged)
     return parts
 
 
-def _of_all(found: Found) -> list[str]:
-    """Return the names in a checkpoint, without those of what belongs to single ranks."""
-    return [name for name, kind in found.document.kinds.items() if kind != rank_state.KIND]
-
-
-def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+def _decoded(found: Fetched, objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Return the states of the objects, the plain values, and the generators of all ranks."""
     document, tensors = found.document, found.tensors
     values = [name for name, kind in document.kinds.items() if kind == "value"]
@@ -226,11 +212,12 @@ def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], 
 # --- from the state to the objects --------------------------------------------------------------------
 
 
-def _misfits(name: str, value: Any, saved: Any) -> list[str]:
+def _misfits(name: str, value: Any, saved: Any, needed: Mapping[Any, NeededPart] | None) -> list[str]:
     if isinstance(value, nn.Module):
         if not isinstance(saved, dict):
             return [f"{name} is a {type(saved).__name__} in it, no state of a module"]
-        lines = [printable(f"{name}.{line}") for line in _differences(saved, value.state_dict())]
+        tensors = value.state_dict() if needed is None else tensors_of(value, needed)
+        lines = [printable(f"{name}.{line}") for line in _differences(saved, tensors)]
         more = len(lines) - MAX_LINES
         return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more"]
     if isinstance(value, torch.optim.Optimizer):
@@ -258,11 +245,14 @@ def _shape(shape: torch.Size | None) -> str:
     return "no tensor" if shape is None else str(list(shape))
 
 
-def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any], needs: Needs) -> None:
     """Load every object; raise on every rank if one `load_state_dict` raises. Collective."""
     problem = None
     for name, value in objects.items():
         try:
+            if name in needs:
+                _load_parts(value, state[name], needs[name])
+                continue
             value.load_state_dict(state[name])
             if isinstance(value, torch.optim.Optimizer):
                 undo_casts(value, state[name]["state"])
@@ -270,3 +260,13 @@ def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any]) ->
             problem = f"{name}.load_state_dict() raised {type(exc).__name__}: {exc}"
             break
     agree(group, Operation("checkpoint.load", extra="loaded"), problem, CheckpointError)
+
+
+def _load_parts(
+    value: DistributedOptimizer | nn.Module, state: Any, needed: Mapping[Any, NeededPart]
+) -> None:
+    """Load a state of which this rank has what it needs."""
+    if isinstance(value, nn.Module):
+        load_parts(value, state)
+    else:
+        value._load_parts(state, needed)

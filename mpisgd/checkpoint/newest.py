@@ -1,7 +1,8 @@
-"""The newest intact checkpoint of a folder."""
+"""The newest intact checkpoint of a folder, and which others come before it."""
 
+import contextlib
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,13 +11,12 @@ from mpisgd.arguments import printable
 from mpisgd.checkpoint import format, rng_state
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode
 from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
-from mpisgd.checkpoint.storage import Location, Storage, checkpoints_in, step_of, storage_at
-from mpisgd.collectives.objects import Allocate
+from mpisgd.checkpoint.storage import Location, Storage, checkpoints_in, find, step_of, storage_at
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["Found", "newest_intact", "newest_seen", "read_whole"]
+__all__ = ["Candidates", "Found", "Seen", "candidates_at", "newest_intact", "newest_seen"]
 
 
 class Found(NamedTuple):
@@ -51,40 +51,92 @@ def _newest_step(storage: Storage) -> int:
     return max(map(step_of, checkpoints_in(storage)), default=-1)
 
 
-def read_whole(storage: Storage, name: str, objects: Collection[str], empty: Allocate | None) -> Found:
-    """Read a checkpoint of which everything but the state of the objects is what `save` writes. On the root.
+class Candidates:
+    """The checkpoints that may be loaded, the newest first: a file, or those of a folder. On the root.
+
+    A damaged one of a folder is skipped, with a line on stderr that says why.
 
     Args:
-        storage: where it is.
-        name: of the file.
-        objects: as for `format.read`.
-        empty: likewise.
-
-    Raises:
-        CheckpointDamaged: it is not.
-        OSError: it cannot be read.
+        storage: where they are.
+        names: of the files.
+        skips: whether what is damaged is skipped; otherwise it is an error.
+        objects: as for `format.Opened`.
     """
-    path = storage.at(name)
-    found = Found(path, *format.read(storage, name, objects, empty))
-    try:
-        rng_state.check([decode(tree, found.tensors) for tree in found.document.rng])
-    except WRONG_TREE as exc:
-        raise CheckpointDamaged(
-            printable(f"{path} is no checkpoint of mpisgd: generators: {type(exc).__name__}, {exc}")
-        ) from exc
-    return found
+
+    def __init__(
+        self, storage: Storage, names: Sequence[str], objects: Collection[str], *, skips: bool
+    ) -> None:
+        self._storage, self._objects, self._skips = storage, objects, skips
+        self._names = iter(names)
+
+    def open_next(self) -> format.Opened | None:
+        """Open the next one whose header is intact; None if there are no more.
+
+        Raises:
+            CheckpointDamaged: it is not what `save` writes.
+            OSError: it cannot be read.
+        """
+        for name in self._names:
+            with self._skipping(self._storage.at(name)):
+                return format.Opened(self._storage, name, self._objects)
+        return None
+
+    def is_intact(self, opened: format.Opened, tensors: Mapping[str, Tensor]) -> bool:
+        """Close a checkpoint; return whether everything but the state of the objects is what `save` writes.
+
+        Args:
+            opened: of which all tensors have been read.
+            tensors: those that were kept, the generators' among them.
+
+        Raises:
+            CheckpointDamaged: it is not.
+            OSError: it could not be read.
+        """
+        with self._skipping(opened.path):
+            opened.close()
+            try:
+                rng_state.check([decode(tree, tensors) for tree in opened.document.rng])
+            except WRONG_TREE as exc:
+                raise CheckpointDamaged(
+                    printable(
+                        f"{opened.path} is no checkpoint of mpisgd: generators: {type(exc).__name__}, {exc}"
+                    )
+                ) from exc
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _skipping(self, path: Location) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointDamaged as exc:
+            if not self._skips:
+                raise
+            reason = str(exc)
+        except OSError as exc:
+            if not self._skips:
+                raise
+            reason = printable(f"{path} cannot be read: {exc.strerror or exc}")
+        else:
+            return
+        print(f"mpisgd: checkpoint passed over: {reason}", file=sys.stderr, flush=True)
 
 
-def newest_intact(
-    folder: Location, seen: list[Seen], objects: Collection[str], empty: Allocate | None = None
-) -> Found | None:
-    """Read the newest intact checkpoint; print which ones were skipped, and why. On the root.
+def candidates_at(location: Location, seen: list[Seen], objects: Collection[str]) -> Candidates:
+    """Return the checkpoints at a location, a file or a folder. On the root; see `candidates_in`."""
+    storage, name = find(location)
+    if name is not None:
+        return Candidates(storage, [name], objects, skips=False)
+    return candidates_in(location, seen, objects)
+
+
+def candidates_in(folder: Location, seen: list[Seen], objects: Collection[str]) -> Candidates:
+    """Return the checkpoints of a folder. On the root.
 
     Args:
-        folder: with checkpoints, or not there yet.
+        folder: may not be there yet.
         seen: the newest checkpoint that each host sees.
-        objects: as for `format.read`.
-        empty: likewise.
+        objects: as for `format.Opened`.
 
     Raises:
         CheckpointError: another host sees a newer one, so the folder is not shared.
@@ -92,14 +144,16 @@ def newest_intact(
     """
     storage = storage_at(folder)
     _check_shared(folder, storage, seen)
-    for name in checkpoints_in(storage):
-        try:
-            return read_whole(storage, name, objects, empty)
-        except CheckpointDamaged as exc:
-            reason = str(exc)
-        except OSError as exc:
-            reason = printable(f"{storage.at(name)} cannot be read: {exc.strerror or exc}")
-        print(f"mpisgd: checkpoint passed over: {reason}", file=sys.stderr, flush=True)
+    return Candidates(storage, checkpoints_in(storage), objects, skips=True)
+
+
+def newest_intact(folder: Location, seen: list[Seen], objects: Collection[str]) -> Found | None:
+    """Read the newest intact checkpoint, None if there is none. On the root; see `candidates_in`."""
+    candidates = candidates_in(folder, seen, objects)
+    while (opened := candidates.open_next()) is not None:
+        tensors = format.read_all(opened)
+        if candidates.is_intact(opened, tensors):
+            return Found(opened.path, opened.document, tensors)
     return None
 
 

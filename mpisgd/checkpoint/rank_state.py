@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpisgd.checkpoint.newest import Found
+from mpisgd.checkpoint.header import Document
 from mpisgd.checkpoint.serialization import Encoded, decode, encode, tensor_names
 from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
 from mpisgd.collectives.objects import Allocate, allocate_tensors, extract_tensors, scatter_object
@@ -132,6 +132,9 @@ class WithRanks(Collection[str]):
         return len(self._names)
 
 
+Trees = dict[str, dict[int, Any]]  # by object and rank
+
+
 class OfRanks(NamedTuple):
     """What belongs to single ranks in a file.
 
@@ -140,25 +143,20 @@ class OfRanks(NamedTuple):
         tensors: those in the trees.
     """
 
-    trees: dict[str, dict[int, Any]]
-    tensors: dict[str, Tensor]
+    trees: Trees
+    tensors: Mapping[str, Tensor]
 
 
-def take_out(found: Found) -> tuple[Found, OfRanks]:
-    """Take what belongs to single ranks out of a checkpoint that was read."""
-    state, kinds = dict(found.document.state), dict(found.document.kinds)
-    trees: dict[str, dict[int, Any]] = {}
+def take_out(document: Document) -> tuple[Document, Trees]:
+    """Take what belongs to single ranks out of what stands beside the tensors."""
+    state, kinds = dict(document.state), dict(document.kinds)
+    trees: Trees = {}
     for name in [name for name, kind in kinds.items() if kind == KIND]:
         del kinds[name]
         tree = state.pop(name)
         if (parts := _NAME.fullmatch(name)) is not None:
             trees.setdefault(parts[1], {})[int(parts[2])] = tree
-    own = {name for ranks in trees.values() for tree in ranks.values() for name in tensor_names(tree)}
-    left = {name for tree in (*state.values(), *found.document.rng) for name in tensor_names(tree)}
-    tensors = {name: tensor for name, tensor in found.tensors.items() if name in own}
-    document = found.document._replace(state=state, kinds=kinds)
-    common = {name: tensor for name, tensor in found.tensors.items() if name in left}
-    return found._replace(document=document, tensors=common), OfRanks(trees, tensors)
+    return document._replace(state=state, kinds=kinds), trees
 
 
 def shares(
@@ -168,7 +166,7 @@ def shares(
 
     Args:
         group: the ranks.
-        found: what `take_out` has returned.
+        found: what the file has of them.
         num_saved: how many ranks have saved it.
         states: of the objects, the same on all ranks.
         objects: what is loaded, by name.

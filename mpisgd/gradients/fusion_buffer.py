@@ -14,7 +14,7 @@ from torch import Tensor
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.kinds import ALL_DENSE, DENSE, kinds_of
 
-__all__ = ["FusionBuffer", "Layout", "laid_out", "layout_of", "window"]
+__all__ = ["FusionBuffer", "Layout", "flat_view", "laid_out", "layout_of", "window"]
 
 
 class Layout(NamedTuple):
@@ -54,6 +54,14 @@ def window(flat: Tensor, offset: int, layout: Layout) -> Tensor:
     """
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return own.set_(flat.untyped_storage(), flat.storage_offset() + offset, *layout)
+
+
+def flat_view(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return the elements of a tensor, [numel], in the order of a layout; a copy where it has another one."""
+    tensor = tensor.detach()
+    if tensor.stride() != layout.stride:
+        tensor = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class FusionBuffer:

@@ -12,8 +12,6 @@ Between hosts buckets are sent while backward computes further gradients, in the
     queue's thread      | [c d] .......... | [b] ............. | [a] ........... |
 """
 
-import functools
-import operator
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
@@ -22,16 +20,15 @@ from torch import Tensor
 
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.compress.compressor import wire_dtype_of
-from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import CollectiveMismatch, InvalidArgument, UnsupportedTensor
-from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.destination import Destination, Everyone
 from mpisgd.gradients.finite import are_finite, mark_late, raise_for
+from mpisgd.gradients.gradient_sync import GradientSync
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import (
     ALL_DENSE,
@@ -42,17 +39,15 @@ from mpisgd.gradients.kinds import (
     KindsExchange,
     join_rest,
 )
+from mpisgd.gradients.last_reduction import LastReduction
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.parameter_guard import ParameterGuard
 from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered
-from mpisgd.gradients.reduced import ReducedGradients
-from mpisgd.gradients.sparse import reduce_sparse
+from mpisgd.gradients.sparse import SparseGradients
 from mpisgd.gradients.weight import Count, weight_of
 
 __all__ = ["GradientReducer"]
-
-CHANGED, UNCHANGED = 1, 2
 
 
 class GradientReducer(GradientSync):
@@ -83,8 +78,7 @@ class GradientReducer(GradientSync):
         self._destination: Destination = Everyone() if destination is None else destination
         self.owner = current_owner()
         self.compression_state = CompressionState()
-        self._reduced = ReducedGradients()  # where they may not be reduced twice
-        self._unchanged: ReducedGradients | None = None  # what this rank must find so in its step
+        self._last = LastReduction()
         self._left_out: frozenset[int] = frozenset()
         self._in_flight = InFlightReduction()
         self._planned_order: tuple[int, ...] = ()  # `compression_state.order` when the plan was made
@@ -101,8 +95,7 @@ class GradientReducer(GradientSync):
         self._hooks_lock = threading.Lock() if several else None
         self._plan: Plan | None = None
         self._guard: ParameterGuard | None = None  # of the parameters as they were when the plan was made
-        self._known_sparse: frozenset[int] = frozenset()
-        self._sparse_dims: dict[int, int] = {}
+        self._sparse = SparseGradients()
         if self._destination.cover(self._launcher) and self.group.size > 1:
             self._new_plan((), "before the first backward")
 
@@ -142,7 +135,7 @@ class GradientReducer(GradientSync):
     @property
     def sparse_dims(self) -> Mapping[int, int]:
         """See `GradientSync`."""
-        return self._sparse_dims
+        return self._sparse.dims
 
     # -- while backward is at work ------------------------------------------------------------------
 
@@ -197,7 +190,7 @@ class GradientReducer(GradientSync):
             self._launcher.undo_division(in_flight)
             if self._is_once:  # what lay where it was reduced is reduced now
                 slots = [in_flight.slots[place] for place in in_flight.launched]
-                self._reduced.note_further(
+                self._last.reduced.note_further(
                     self.params, [i for slot in slots for i in _in_place(slot, self.params)]
                 )
 
@@ -259,7 +252,8 @@ class GradientReducer(GradientSync):
         except CollectiveMismatch:  # found out only now where a device has sent by itself
             self._launcher.forget_sent(in_flight)
             raise
-        self._note_reduced(in_flight)
+        assert in_flight.plan is not None
+        self._last.note(self.params, in_flight.plan.covered, in_flight.kinds, once=self._is_once)
         if nonfinite is not None:
             raise_for(nonfinite, observed, self.named, self.group, when)
 
@@ -289,7 +283,7 @@ class GradientReducer(GradientSync):
         self._plan = agree_on_plan(
             self.params,
             covered,
-            self._known_sparse,
+            self._sparse.known,
             state.order if set(state.order) == set(covered) else observed,
             group=self.group,
             options=self.options,
@@ -305,7 +299,7 @@ class GradientReducer(GradientSync):
             state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
         self._planned_order = state.order
         self._guard = ParameterGuard(self.params)
-        self._known_sparse = self._plan.sparse
+        self._sparse.known = self._plan.sparse
         self._destination.follow(self._plan)
         return self._plan
 
@@ -330,8 +324,9 @@ class GradientReducer(GradientSync):
                 late |= {i: self.params[i].grad for i, k in zip(indices, here, strict=True) if k & SPARSE}
             self._destination.unload(in_flight, place, here)
         if sparse or late:
-            self._reduce_apart(sparse, late)
-        self._destination.arrived(in_flight, self._known_sparse)
+            changed = self._sparse.reduce(sparse, late, self._launcher)
+            self._plan = None if changed else self._plan
+        self._destination.arrived(in_flight, self._sparse.known)
         return self._nonfinite(in_flight, sparse, kinds)
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
@@ -358,52 +353,6 @@ class GradientReducer(GradientSync):
         grads = [self.params[index].grad for index in sparse]
         return bytes(NONFINITE * (grad is not None and not are_finite(grad)) for grad in grads)
 
-    # -- the others ---------------------------------------------------------------------------------
-
-    def _reduce_apart(self, sparse: Sequence[int], late: Mapping[int, Tensor | None]) -> None:
-        """Reduce what is sparse on some rank.
-
-        The `late` ones were planned as dense: their dense parts are reduced already, and only what is sparse
-        among the gradients given here is missing. The next plan knows them as sparse.
-        """
-        indices = sorted({*sparse, *late})
-        if self.options.compression.traits.replaces_op:
-            names = ", ".join(self.named[index][0] for index in indices)
-            raise UnsupportedTensor(
-                f"gradients of {names} are sparse, and {self.options.compression} combines dense ones only; "
-                "pass sparse=False to torch.nn.Embedding"
-            )
-        missing = {i: grad for i, grad in late.items() if grad is not None and grad.is_sparse}
-        grads = [missing.get(i) if i in late else self.params[i].grad for i in indices]
-        params = [self.params[i] for i in indices]
-        reduced = self._combine_apart(params, grads)
-        for index, param, total in zip(indices, params, reduced, strict=True):
-            if total is not None and total.is_sparse:
-                self._sparse_dims[index] = total.sparse_dim()
-            if index in late and param.grad is not None:
-                param.grad = param.grad if total is None else param.grad.add_(total)
-            else:
-                param.grad = total
-        if late:
-            self._known_sparse = self._known_sparse.union(late)
-            self._plan = None
-
-    def _combine_apart(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Combine gradients that are sparse on some rank. Collective."""
-        weight = self._launcher.weight
-        if weight is None:
-            return reduce_sparse(params, grads, self.options.op, self.group)
-        mine = [None if grad is None else grad.clone() for grad in grads]
-        for grad in mine:
-            if grad is not None:
-                weight.before(grad)
-        op = self.options.op if weight.averaged_by > 1 else ReduceOp.SUM
-        reduced = reduce_sparse(params, mine, op, self.group)
-        for total in reduced:
-            if total is not None:
-                weight.after(total)
-        return reduced
-
     def combine_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together, as a tensor of its own. Collective."""
         total = loss.clone()
@@ -420,53 +369,26 @@ class GradientReducer(GradientSync):
             return False
         return self.options.op is ReduceOp.SUM or not self.options.compression.traits.is_additive
 
-    def _note_reduced(self, in_flight: InFlightReduction) -> None:
-        assert in_flight.plan is not None
-        if self._is_once:
-            self._reduced.note(self.params, in_flight.plan.covered)
-        noted = functools.reduce(operator.or_, (exchange.noted for exchange in in_flight.kinds), 0)
-        if noted == IN_BACKWARD | IN_STEP or self._unchanged is not None:
-            self._unchanged = ReducedGradients()
-            self._unchanged.note(self.params, in_flight.plan.covered)
-
     def note_pass(self, first_ready: int) -> None:
         """See `GradientSync`."""
-        self._reduced.forget_unless_they_remain(self.params, first_ready)
+        self._last.reduced.forget_unless_they_remain(self.params, first_ready)
 
     def forget_reduced(self) -> None:
         """See `GradientSync`."""
-        self._reduced.forget()
-        self._unchanged = None
+        self._last.forget()
 
     def why_not_again(self) -> str:
         """See `GradientSync`."""
         if why := self._destination.why_not_again():
             return why
-        if not self._reduced or not self._reduced.remain(self.params):
+        if not self._last.reduced or not self._last.reduced.remain(self.params):
             return ""
         is_sum = self.options.op is ReduceOp.SUM
         return "that were summed" if is_sum else f"that were reduced by {self.options.compression}"
 
     def check_unchanged(self, when: str) -> None:
-        """Raise where a rank has changed gradients that another one got in its step only. Collective then.
-
-        Raises:
-            InvalidArgument: on every rank.
-        """
-        unchanged, self._unchanged = self._unchanged, None
-        if unchanged is None:
-            return
-        changed = unchanged.were_changed(self.params)
-        told = KindsExchange(bytes([CHANGED if changed else UNCHANGED]), self.group)
-        with owned_by(self.owner):
-            what = Operation("gradients", extra="were they changed after the reduction?", when=when)
-            self.group.queue.run(what, told.finish, before=told.before)
-        if told.joined == bytes([CHANGED | UNCHANGED]):
-            raise InvalidArgument(
-                "DistributedOptimizer: gradients were changed between their reduction and step() on some "
-                f"ranks ({when}), as clipping does. Another rank had no backward, and got them in step(). "
-                "Call optimizer.synchronize() on all ranks before, or optimizer.clip_grad_norm_()"
-            )
+        """See `LastReduction`."""
+        self._last.check_unchanged(self.params, self.group, self.owner, when)
 
 
 def _in_place(slot: BucketSlot, params: Sequence[Tensor]) -> list[int]:

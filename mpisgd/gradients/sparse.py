@@ -1,6 +1,6 @@
 """Sparse gradients travel as indices and values; a dense form would be as large as the whole embedding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +10,80 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.sparse import all_reduce_sparse
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import UnsupportedTensor
 from mpisgd.gradients.kinds import DENSE, SPARSE, kind_of
+from mpisgd.gradients.launcher import BucketLauncher
 
-__all__ = ["empty_sparse", "reduce_sparse"]
+__all__ = ["SparseGradients", "empty_sparse", "reduce_sparse"]
+
+
+class SparseGradients:
+    """Reduces gradients that are sparse on some rank, which travel apart from the others.
+
+    Attributes:
+        known: the parameters that have had such gradients, on any rank.
+        dims: how many sparse dimensions they had, by parameter.
+    """
+
+    def __init__(self) -> None:
+        self.known: frozenset[int] = frozenset()
+        self.dims: dict[int, int] = {}
+
+    def reduce(
+        self, planned: Sequence[int], late: Mapping[int, Tensor | None], launcher: BucketLauncher
+    ) -> bool:
+        """Reduce what is sparse on some rank; return whether a new plan must know of more. Collective.
+
+        Args:
+            planned: the parameters whose gradients were planned as sparse.
+            late: the gradients that were planned as dense, by parameter: their dense parts are reduced
+                already, and only what is sparse among these is missing.
+            launcher: of all parameters.
+        """
+        params = launcher.params
+        indices = sorted({*planned, *late})
+        _check_combined_as_sparse(launcher, indices)
+        missing = {i: grad for i, grad in late.items() if grad is not None and grad.is_sparse}
+        grads = [missing.get(i) if i in late else params[i].grad for i in indices]
+        reduced = _weighted([params[i] for i in indices], grads, launcher)
+        for index, total in zip(indices, reduced, strict=True):
+            param = params[index]
+            if total is not None and total.is_sparse:
+                self.dims[index] = total.sparse_dim()
+            if index in late and param.grad is not None:
+                param.grad = param.grad if total is None else param.grad.add_(total)
+            else:
+                param.grad = total
+        self.known = self.known.union(late)
+        return bool(late)
+
+
+def _check_combined_as_sparse(launcher: BucketLauncher, indices: Sequence[int]) -> None:
+    """Raise UnsupportedTensor where gradients are combined in a way that takes dense ones only."""
+    if launcher.options.compression.traits.replaces_op:
+        names = ", ".join(launcher.named[index][0] for index in indices)
+        raise UnsupportedTensor(
+            f"gradients of {names} are sparse, and {launcher.options.compression} combines dense ones only; "
+            "pass sparse=False to torch.nn.Embedding"
+        )
+
+
+def _weighted(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], launcher: BucketLauncher
+) -> list[Tensor | None]:
+    """Combine gradients that are sparse on some rank, those of each rank by its weight. Collective."""
+    weight, op, group = launcher.weight, launcher.options.op, launcher.group
+    if weight is None:
+        return reduce_sparse(params, grads, op, group)
+    mine = [None if grad is None else grad.clone() for grad in grads]
+    for grad in mine:
+        if grad is not None:
+            weight.before(grad)
+    reduced = reduce_sparse(params, mine, op if weight.averaged_by > 1 else ReduceOp.SUM, group)
+    for total in reduced:
+        if total is not None:
+            weight.after(total)
+    return reduced
 
 
 def reduce_sparse(

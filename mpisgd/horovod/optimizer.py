@@ -23,8 +23,7 @@ from mpisgd.horovod.ops.reduce_ops import Adasum, Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set, serial_of_new
 from mpisgd.job import rank_info
 from mpisgd.methods.strategy.goes_with import averages_by_itself
-from mpisgd.optim.distributed import StepArguments, wrap_closure
-from mpisgd.optim.step_hooks import register_step_hooks, step_noting_depth
+from mpisgd.optim.step_hooks import StepArguments, register_step_hooks, step_noting_depth, wrap_closure
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["DistributedOptimizer", "begin_anew"]

@@ -8,7 +8,7 @@ by the time it runs, `backward()` has returned with the gradients reduced.
 import contextlib
 import copyreg
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,27 +29,23 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.methods.adasum.adasum import AdaptiveSum
 from mpisgd.methods.auto.compression_choice import with_chosen_compression
 from mpisgd.methods.strategy.buffers import Buffers
-from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.goes_with import check_goes_with
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.methods.synchronous.synchronous import Synchronous
-from mpisgd.optim.broadcast import lay_out_state
+from mpisgd.optim.broadcast import lay_out_state, undo_casts
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
-from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.join import Join, join
+from mpisgd.optim.loaded_parts import by_place, loads_as_torch, without_large
 from mpisgd.optim.participant import Participant
-from mpisgd.optim.step_hooks import keep_last, register_step_hooks
+from mpisgd.optim.step_cycle import StepCycle
+from mpisgd.optim.step_hooks import keep_last
 from mpisgd.optim.wrapped_class import signature_of, turned_into, wrapped_class
 from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
-from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
+from mpisgd.sharding.needed_parts import NeededPart
 
-__all__ = [
-    "DistributedOptimizer",
-    "StepArguments",
-    "wrap_closure",
-]
+__all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -172,8 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
             check_goes_with(strategy, strategy.goes_with, training)
             strategy.check(training)
-            self._checks_start = check_flag("DistributedOptimizer", "check_start", check_start)
-            self._has_started = False
+            checks_start = check_flag("DistributedOptimizer", "check_start", check_start)
             text = f"{summary(strategy, training, backward_passes_per_step)}, check_start={check_start}"
             self._owner = _new_owner(optimizer, named, members)
             with owned_by(self._owner):
@@ -195,7 +190,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.__class__ = wrapped_class(type(optimizer))
             raise
         self._summary, self.spans_job = text, group is None
-        register_step_hooks(self, _reduce_before_step, _after_step, last=_before_step)
+        self._cycle = StepCycle(
+            self._window,
+            self._synchronizer,
+            self._keeper,
+            strategy,
+            self._owner,
+            checks_start=checks_start,
+        )
+        self._cycle.attach(self)
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -242,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._window.flush_before_use()
         arguments = float(max_norm), float(norm_type), error_if_nonfinite
         is_uneven = self._window.uneven is not None
-        inside = self._participant.clipping(*arguments) if is_uneven else contextlib.nullcontext()
+        inside = self._cycle.participant.clipping(*arguments) if is_uneven else contextlib.nullcontext()
         with inside, owned_by(self._owner):
             return self._synchronizer.clip_grad_norm_(*arguments)
 
@@ -364,6 +367,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._synchronizer.load_shards(shards, super().load_state_dict, held=held)
         self._window.use(self._synchronizer.gradients)
 
+    def _needed_parts(self, group: Group) -> Mapping[int, NeededPart] | None:
+        """Return what this rank needs of a state that is loaded, by the places of parameters; None: all.
+
+        Args:
+            group: the ranks that load it.
+        """
+        if group.ranks != self._group.ranks or not loads_as_torch(self):
+            return None
+        return self._synchronizer.needed_parts()
+
+    def _load_parts(self, state_dict: dict[str, Any], needed: Mapping[int, NeededPart]) -> None:
+        """Load a state as `load_state_dict` does, of which this rank has what it needs. Not collective."""
+        self._check_not_inside_join("load_state_dict")
+        self._keeper.check(state_dict)
+        self._synchronizer.end_failed_step()
+        small = without_large(state_dict)
+        super().load_state_dict(small)
+        undo_casts(self, small["state"])
+        params = [param for group in self.param_groups for param in group["params"]]
+        for place, entries in by_place(state_dict):
+            loaded = self.state[params[place]]
+            if needed[place].runs:
+                self.state[params[place]] = {key: loaded.get(key, value) for key, value in entries.items()}
+        self._keeper.load(state_dict)
+        with owned_by(self._owner):
+            self._synchronizer.load_parts()
+        self._window.use(self._synchronizer.gradients)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
         self._check_not_inside_join("add_param_group")
@@ -413,7 +444,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._keeper.moved()
             self._window.move_to(self._synchronizer.gradients, members, self._owner)
         self.spans_job = group is None
-        self._has_started = False
+        self._cycle.begin_anew(self._owner)
         for told in ("grad_scale", "found_inf"):  # by a GradScaler, which takes it away after a step alone
             vars(self).pop(told, None)
         super().zero_grad(set_to_none=True)
@@ -449,7 +480,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def participant(self) -> Participant:
         """Return the object that takes part in `join()`, to which the optimizer then reports its steps."""
         made = Participant(self, self._window, self._synchronizer, self.strategy, self._owner)
-        self._participant = made
+        self._cycle.participant = made
         return made
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -478,109 +509,3 @@ def _new_owner(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tens
 
 
 DistributedOptimizer.__signature__ = signature_of(DistributedOptimizer)  # type: ignore[attr-defined]
-
-
-StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def wrap_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
-) -> StepArguments | None:
-    """Return the arguments of `step`, the optimizer first, with its closure wrapped; None if it has none."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
-    if len(args) > 1:
-        return (args[0], wrap(closure), *args[2:]), kwargs
-    return args, {**kwargs, "closure": wrap(closure)}
-
-
-def _reduce_before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Reduce what is left to reduce; where there is a closure that is done whenever it has run."""
-    assert isinstance(optimizer, DistributedOptimizer)
-    window = optimizer._window
-    has_closure = wrap_closure(args, kwargs, lambda closure: closure) is not None
-    if not has_closure and (window.uneven is None or window.uneven.data.has_data):
-        window.flush_before_step()
-
-
-def _before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> StepArguments | None:
-    """Do what comes before the optimizer's step: in some methods that is the step itself.
-
-    After the hooks of the program, which may clip gradients and change settings.
-    """
-    assert isinstance(optimizer, DistributedOptimizer)
-    window, synchronizer = optimizer._window, optimizer._synchronizer
-    changed = wrap_closure(args, kwargs, window.around)
-    if window.uneven is not None:
-        optimizer._participant.begin_step(has_closure=changed is not None)
-    if changed is None:
-        window.check_before_step()
-    else:
-        changed = wrap_closure(*changed, synchronizer.around)
-        assert changed is not None
-        changed = wrap_closure(*changed, lambda closure: _owned(closure, optimizer._owner))
-    with owned_by(optimizer._owner):
-        optimizer._keeper.settle()
-        _check_start(optimizer)
-        synchronizer.before_step()
-    return changed
-
-
-def _check_start(optimizer: DistributedOptimizer) -> None:
-    """Compare what ranks must start with, and settings from time to time."""
-    window, synchronizer = optimizer._window, optimizer._synchronizer
-    training = synchronizer.training
-    # Where ranks have models of their own, a state that was loaded goes on from these.
-    goes_on = synchronizer.replicas_differ and synchronizer.num_steps > 0
-    is_first = not optimizer._has_started and not goes_on
-    again = window.gradients.combines and window.steps % SETTINGS_EVERY == 0
-    checks = optimizer._checks_start and training.group.size > 1 and optimizer.strategy.starts_together
-    if checks and (is_first or again):
-        in_memory = [(name, p) for name, p in training.named if p.untyped_storage().nbytes() or not p.numel()]
-        check_alike(
-            "DistributedOptimizer",
-            in_memory if is_first else (),
-            optimizer.param_groups,
-            training.group,
-            window.when,
-            unless=", or pass check_start=False if that is meant",
-        )
-    optimizer._has_started = True
-
-
-def _owned(closure: Callable[[], Any], owner: Owner) -> Callable[[], Any]:
-    """Return the closure, with what it communicates between its passes noted as the optimizer's."""
-
-    def call() -> Any:
-        with owned_by(owner):
-            return closure()
-
-    return call
-
-
-def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-    assert isinstance(optimizer, DistributedOptimizer)
-    window, synchronizer = optimizer._window, optimizer._synchronizer
-    if window.uneven is not None:
-        synchronizer.step_examples = optimizer._participant.step_examples
-    else:
-        synchronizer.step_examples = StepExamples()
-    with owned_by(optimizer._owner):
-        _finish_step(window, synchronizer)
-    if window.uneven is not None:
-        optimizer._participant.end_step()
-
-
-def _finish_step(window: AccumulationWindow, synchronizer: Synchronizer) -> None:
-    synchronizer.num_steps += 1
-    synchronizer.after_step(synchronizer.num_steps)
-    window.end_step()
-    window.use(synchronizer.gradients)
-    period = synchronizer.training.check_in_sync_every
-    if period and synchronizer.num_steps % period == 0:
-        check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)

@@ -13,7 +13,7 @@ import torch
 
 from mpisgd.sharding.elementwise import WRAPPERS
 
-__all__ = ["keep_last", "register_step_hooks", "step_noting_depth"]
+__all__ = ["StepArguments", "keep_last", "register_step_hooks", "step_noting_depth", "wrap_closure"]
 
 PreHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
 PostHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
@@ -93,3 +93,18 @@ def _move_to_front(hooks: dict[int, Any], number: int) -> None:
     others = [other for other in hooks if other != number]
     for other in others:
         hooks[other] = hooks.pop(other)
+
+
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def wrap_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> StepArguments | None:
+    """Return the arguments of `step`, the optimizer first, with its closure wrapped; None if it has none."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    if len(args) > 1:
+        return (args[0], wrap(closure), *args[2:]), kwargs
+    return args, {**kwargs, "closure": wrap(closure)}

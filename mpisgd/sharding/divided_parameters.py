@@ -21,13 +21,13 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
-from mpisgd.gradients.fusion_buffer import Layout, layout_of
+from mpisgd.gradients.fusion_buffer import Layout, flat_view, layout_of
 from mpisgd.interfaces.host_transport import Segment
 from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
 from mpisgd.sharding.elementwise import counts_on_device, may_join
 from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.piece import Piece, Receiver, flat_view
+from mpisgd.sharding.piece import Piece, Receiver
 from mpisgd.sharding.update_work import UpdateWork
 from mpisgd.transport.staging_layout import slot_bytes
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import on_host, round_to_device
 from mpisgd.collectives.objects import Allocate
-from mpisgd.gradients.fusion_buffer import Layout, window
+from mpisgd.gradients.fusion_buffer import Layout, flat_view, window
 from mpisgd.sharding.division import Member
+from mpisgd.sharding.needed_parts import LoadedPart
 from mpisgd.sharding.owners import Owners
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "PieceState",
     "Pieces",
     "Receiver",
-    "flat_view",
     "is_elementwise_entry",
     "join_states",
 ]
@@ -46,17 +46,10 @@ MOST_NAMED = 3  # members in the name of a piece
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
-def flat_view(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return the elements of a tensor, [numel], in the order of a layout; a copy where it has another one."""
-    tensor = tensor.detach()
-    if tensor.stride() != layout.stride:
-        tensor = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
 def is_elementwise_entry(key: str, value: Any, shape: torch.Size) -> bool:
     """Return whether a state's entry has a number for each element of a parameter of this shape."""
-    return isinstance(value, Tensor) and value.shape == shape and (bool(shape) or key not in COUNTERS)
+    is_tensor = isinstance(value, Tensor | LoadedPart)
+    return is_tensor and value.shape == shape and (bool(shape) or key not in COUNTERS)
 
 
 class PieceState(NamedTuple):
@@ -251,6 +244,10 @@ class Pieces(Protocol):
     owners: Owners
     pieces: list[Piece]
     layouts: list[Layout]
+
+    @property
+    def divided(self) -> bool:
+        """Whether the optimizer sees anything else than the parameters."""
 
     def placed(self, piece: Piece, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a piece with its tensors where the optimizer would have put them."""

@@ -12,18 +12,18 @@ from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout
 from mpisgd.sharding.division import Member, PieceRange
+from mpisgd.sharding.needed_parts import LoadedPart, NeededPart, elements_of
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import (
     Entries,
     Piece,
     Pieces,
     PieceState,
-    flat_view,
     is_elementwise_entry,
     join_states,
 )
 from mpisgd.sharding.places import StatePlace
-from mpisgd.sharding.state_exchange import all_gather_outlines, to_everyone, to_owners
+from mpisgd.sharding.state_exchange import all_gather_outlines, runs_of, to_everyone, to_owners
 
 __all__ = ["PieceNames", "PieceStates"]
 
@@ -209,6 +209,12 @@ class PieceStates:
         """Note that the optimizer has the states of all parameters."""
         self.where = self.where.to(StatePlace.WHOLE)
 
+    def needed_parts(self) -> dict[int, NeededPart]:
+        """Return what this rank needs of the state of each parameter that is loaded."""
+        pieces, layouts = self.parameters.pieces, self.parameters.layouts
+        runs = runs_of(member for piece in pieces for member in piece.members)
+        return {i: NeededPart.by_members(layout, runs.get(i, ())) for i, layout in enumerate(layouts)}
+
     def lend(self) -> StateStore:
         """Return what the optimizer is to have as its state during a step; see `take_back`."""
         self.where = self.where.to(StatePlace.STEP)
@@ -321,20 +327,25 @@ def _cut_states(
 
     Args:
         pieces: of this rank.
-        whole: the states, by parameter; some may have none.
+        whole: the states, by parameter; some may have none. They may be `LoadedPart`s of what is needed.
         shapes: of all parameters.
         layouts: of all parameters.
     """
     for piece in pieces:
         if piece.layout is not None:
-            yield piece, piece.without_master(dict(whole.get(piece.members[0].param, {})))
+            entries = whole.get(piece.members[0].param, {})
+            yield piece, piece.without_master({key: _as_tensor(value) for key, value in entries.items()})
             continue
         for part in piece.split([_what_is_kept(whole.get(m.param), shapes[m.param]) for m in piece.members]):
-            entries: dict[str, Any] = {}
+            own: dict[str, Any] = {}
             if part.members[0].param in whole:
                 cut = [_cut(m, whole[m.param], shapes[m.param], layouts[m.param]) for m in part.members]
-                entries = part.without_master(part.joined(cut))
-            yield part, entries
+                own = part.without_master(part.joined(cut))
+            yield part, own
+
+
+def _as_tensor(value: Any) -> Any:
+    return value.whole() if isinstance(value, LoadedPart) else value
 
 
 def _what_is_kept(entries: Entries | None, shape: Any) -> str:
@@ -348,9 +359,8 @@ def _what_is_kept(entries: Entries | None, shape: Any) -> str:
 
 def _cut(member: Member, entries: Entries, shape: Any, layout: Layout) -> PieceState:
     """Return the state of a part of a parameter."""
-    first, last = member.first, member.first + member.numel
     cut = {
-        key: flat_view(value, layout)[first:last]
+        key: elements_of(value, layout, member.first, member.numel)
         for key, value in entries.items()
         if is_elementwise_entry(key, value, shape)
     }

@@ -18,7 +18,7 @@ Gradients, of all parameters of an optimizer:
 
 Optimizer state:
 
-              the first step, or shards are loaded               a step begins
+              the first step, or parts are loaded                a step begins
     WHOLE ----------------------------------------> PIECES -----------------------> STEP
       ^                                               |  ^                            |
       +------------- a state dict is loaded ----------+  +------- the step ends ------+

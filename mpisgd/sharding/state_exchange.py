@@ -14,7 +14,7 @@ from mpisgd.sharding.offload.state_store import StateStore
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import PieceState
 
-__all__ = ["all_gather_outlines", "to_everyone", "to_owners"]
+__all__ = ["all_gather_outlines", "runs_of", "to_everyone", "to_owners"]
 
 
 def to_everyone(mine: Sequence[PieceState], owners: Owners, store: StateStore) -> list[PieceState]:
@@ -86,7 +86,7 @@ def all_gather_outlines(mine: Any, owners: Owners) -> list[Any]:
 
 def _owned_by(ranges: Sequence[PieceRange], states: Iterable[PieceState]) -> list[PieceState]:
     """Return of these states what lies in ranges; what has no number for each element as it is."""
-    runs = _runs_of(member for range_ in ranges for member in range_.members)
+    runs = runs_of(member for range_ in ranges for member in range_.members)
     return [
         part
         for state in states
@@ -96,7 +96,7 @@ def _owned_by(ranges: Sequence[PieceRange], states: Iterable[PieceState]) -> lis
     ]
 
 
-def _runs_of(members: Iterable[Member]) -> dict[int, list[Member]]:
+def runs_of(members: Iterable[Member]) -> dict[int, list[Member]]:
     """Return members by parameter, neighbours as one."""
     runs: dict[int, list[Member]] = {}
     for member in sorted(members):

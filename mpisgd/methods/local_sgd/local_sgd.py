@@ -22,8 +22,8 @@ from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.gradient_sync import GradientSync
 from mpisgd.job.groups import open_host_group
 from mpisgd.method_state import alike, part
 from mpisgd.methods.local_sgd import paper

@@ -10,18 +10,20 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.gradients.gradient_sync import GradientSync
+from mpisgd.methods.sharded.optimizer_state import OptimizerState
 from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.grad_norm import clip_factor
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.layerwise.streamed_pieces import StreamedPieces
+from mpisgd.sharding.needed_parts import NeededPart
+from mpisgd.sharding.offload.disk_speed import blocks_of
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
-from mpisgd.sharding.piece_states import PieceNames, PieceStates
+from mpisgd.sharding.piece_states import PieceNames
 from mpisgd.sharding.piece_update import PieceUpdate
-from mpisgd.sharding.places import StatePlace
 
 __all__ = ["StreamedSynchronizer"]
 
@@ -53,14 +55,15 @@ class StreamedSynchronizer(Synchronizer):
         super().__init__(training)
         self._streamed = streamed
         self.gradients = _Gradients(training.group)
-        self._hidden = HiddenParameters(training.optimizer)
         self._runs_closure = False
         self._pieces = StreamedPieces(training.named, training.optimizer.param_groups, streamed)
-        params, names = [param for _, param in training.named], [name for name, _ in training.named]
-        what, namer = f"optimizer state of rank {training.group.rank}", PieceNames(self._pieces, names)
+        names = PieceNames(self._pieces, [name for name, _ in training.named])
+        what = f"optimizer state of rank {training.group.rank}"
         with raised_on_every_rank(training.group):
-            store = FileStore(streamed.offload, what, namer, len(self._pieces.pieces))
-        self._states = PieceStates(params, self._pieces, training.group, store)
+            blocks = blocks_of(streamed.offload, what)
+            store = FileStore(streamed.offload, blocks, names, len(self._pieces.pieces))
+        hidden = HiddenParameters(training.optimizer)
+        self._optimizer_state = OptimizerState(training, self._pieces, names, store, hidden)
 
     # -- a step --------------------------------------------------------------------------------------
 
@@ -70,7 +73,6 @@ class StreamedSynchronizer(Synchronizer):
 
         def then_update() -> Any:
             loss = closure()
-            self._hide()
             self._update()
             return loss
 
@@ -79,41 +81,33 @@ class StreamedSynchronizer(Synchronizer):
     def before_step(self) -> None:
         """Update the parameters; the wrapped optimizer finds nothing left to do. Collective."""
         self.end_failed_step()
-        self._take_over_state()
+        self._optimizer_state.take_over()
         runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
-            self._hide()
             self._update()
 
     def after_step(self, num_steps: int) -> None:
         """Show the optimizer its parameters again."""
-        self._show_all()
+        self._optimizer_state.show()
         self._streamed.reset_gradients()
 
     def end_failed_step(self) -> None:
         """Show the optimizer its parameters, which are hidden in a step."""
-        self._show_all()
+        self._optimizer_state.show()
 
     def before_zero_grad(self) -> None:
         """Forget the gradients in the files."""
         self._streamed.reset_gradients()
 
     def _update(self) -> None:
-        store = self._states.state
+        self._optimizer_state.hide()
+        store = self._optimizer_state.store
         self._streamed.release_all()  # such as an exception in a hook of `state_dict` has left in memory
         with store.shared_errors(self.training.group):
             update = PieceUpdate(self.training.optimizer, store)
             self._pieces.hand_over(update)
             update.raise_error()
             store.end_step()
-
-    def _hide(self) -> None:
-        """Take all parameters from the optimizer, and give it the state of the pieces."""
-        self._hidden.hide(self.training.optimizer, self._states.lend())
-
-    def _show_all(self) -> None:
-        if self._hidden.show(self.training.optimizer):
-            self._states.take_back()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm of all gradients, which are read, and written if they change. Collective."""
@@ -131,34 +125,32 @@ class StreamedSynchronizer(Synchronizer):
 
     # -- the wrapped optimizer's state, which lies in files: to be divided is this method's work ---------
 
-    def _take_over_state(self) -> None:
-        """Take this rank's part of a state that is whole."""
-        self._states.take_over(self.training.optimizer.state)
-
     @property
     def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
         """See `Synchronizer`."""
-        return self._states.where is StatePlace.WHOLE
+        return self._optimizer_state.is_whole
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all parameters, of which each rank has its pieces. Collective."""
-        self._show_all()
-        state = self.training.optimizer.state
-        wholes = self._states.gather(self._states.wholes_in(state) if self.has_whole_state else None)
-        if self.has_whole_state:
-            return make()
-        with self._states.shown_in(state, wholes):
-            return make()
+        self._optimizer_state.show()
+        return self._optimizer_state.state_dict(make)
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
-        self._states.loaded()
+        self._optimizer_state.loaded()
+
+    def needed_parts(self) -> Mapping[int, NeededPart] | None:
+        """See `Synchronizer`."""
+        return self._optimizer_state.needed_parts()
+
+    def load_parts(self) -> None:
+        """See `Synchronizer`."""
+        self._optimizer_state.load_parts()
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank's pieces, and the options of all groups."""
-        self._show_all()
-        self._take_over_state()
-        return {"param_groups": make()["param_groups"], **self._states.to_shard(self._states.state)}
+        self._optimizer_state.show()
+        return self._optimizer_state.to_shard(make)
 
     def load_shards(
         self,
@@ -169,11 +161,8 @@ class StreamedSynchronizer(Synchronizer):
     ) -> None:
         """Take this rank's part of what the ranks of a run had."""
         assert not held, "commits have no shards of files"
-        self._show_all()
-        states, head = self._states.from_shards(shards)
-        load({"state": {}, "param_groups": head["param_groups"]})
-        with self._states.state.shared_errors(self.training.group):
-            self._states.take_parts(states, head["others"])
+        self._optimizer_state.show()
+        self._optimizer_state.load_shards(shards, load)
 
     # -- what files cannot follow --------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.methods.sharded.forward_overlap import ForwardOverlap
+from mpisgd.methods.sharded.optimizer_state import OptimizerState
 from mpisgd.methods.sharded.publication import Publication
 from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
 from mpisgd.methods.strategy.replicated import KeptByCompressors, reducer_of
@@ -28,15 +29,15 @@ from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.grad_norm import clip_grad_norm_
 from mpisgd.sharding.masters import RefreshMasters
+from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.disk_speed import blocks_of
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.piece import MASTER
-from mpisgd.sharding.piece_states import PieceNames, PieceStates
+from mpisgd.sharding.piece_states import PieceNames
 from mpisgd.sharding.piece_update import PieceUpdate
-from mpisgd.sharding.places import StatePlace
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.to_owners import ToOwners
 from mpisgd.sharding.shared_parameters import SharedParameters
@@ -52,7 +53,7 @@ class ShardedSynchronizer(Synchronizer):
 
     Between steps the optimizer has all parameters in its groups, as programs expect, and no state; during one
     it has this rank's pieces and the state of these. A state that is loaded is whole until the next step,
-    which drops what belongs to others; see `StatePlace`.
+    which drops what belongs to others; see `StatePlace` and `OptimizerState`.
 
     Args:
         training: what it works on.
@@ -85,14 +86,14 @@ class ShardedSynchronizer(Synchronizer):
         """Divide the parameters, as they are now, and make what works on the pieces. Collective."""
         training = self.training
         self._parameters = self._make_parameters(training)
-        params, names = [param for _, param in training.named], [name for name, _ in training.named]
-        self._names = PieceNames(self._parameters, names)
-        self._states = PieceStates(params, self._parameters, training.group, self._make_store(training))
+        names = PieceNames(self._parameters, [name for name, _ in training.named])
+        store = self._make_store(training, names)
+        self._optimizer_state = OptimizerState(training, self._parameters, names, store, self._hidden)
         cap_bytes = training.options.bucket_cap_bytes
         self._publication = Publication(self._parameters, cap_bytes, self._overlap)
         self._destination = ToOwners(
             self._parameters,
-            self._states,
+            self._optimizer_state.of_pieces,
             defers=self._is_known,
             unscale=self._unscale,
             synchronize=self._synchronize,
@@ -138,19 +139,19 @@ class ShardedSynchronizer(Synchronizer):
     @property
     def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
         """See `Synchronizer`."""
-        return self._states.where is StatePlace.WHOLE
+        return self._optimizer_state.is_whole
 
     def tensors(self) -> dict[str, Tensor]:
         """Return nothing: what compressors keep follows the buckets."""
         return {}
 
-    def _make_store(self, training: Training) -> StateStore:
+    def _make_store(self, training: Training, names: PieceNames) -> StateStore:
         """Return where the state of this rank's pieces is kept. Collective."""
         if self._offload is None or self._offload.folder is None:
             return StateInMemory()
         what, num_keys = f"optimizer state of rank {training.group.rank}", 2 * len(self._parameters.pieces)
         with raised_on_every_rank(training.group):
-            return FileStore(self._offload, what, self._names, num_keys)
+            return FileStore(self._offload, blocks_of(self._offload, what), names, num_keys)
 
     def state_file(self) -> int:
         """Return a descriptor of the file with this rank's optimizer state, which safetensors can read.
@@ -158,15 +159,10 @@ class ShardedSynchronizer(Synchronizer):
         Raises:
             InvalidArgument: the state is in memory.
         """
-        store = self._states.state
+        store = self._optimizer_state.store
         if not isinstance(store, FileStore):
             raise InvalidArgument("state_file: the optimizer's state is in memory; see mpisgd.Offload")
         return store.flush()
-
-    @property
-    def _holds_state(self) -> bool:
-        """Whether the optimizer's state is with the pieces, and not with the optimizer, between steps."""
-        return self._parameters.divided or self._offload is not None
 
     def _before_update(self, then: Callable[[], None] | None = None) -> None:
         """Wait until this rank's pieces may be updated, and do something then. Collective.
@@ -183,7 +179,7 @@ class ShardedSynchronizer(Synchronizer):
         self._runs_closure = True
 
         def when_all_are_updated() -> Any:
-            if self._hidden:
+            if self._optimizer_state.is_hidden:
                 self._write_back()
                 self._publication.publish(self._updated)
             try:
@@ -192,8 +188,8 @@ class ShardedSynchronizer(Synchronizer):
                 self._show_all()  # the step ends here
                 raise
             self._settle()
-            if not self._hidden:
-                self._hide()
+            if not self._optimizer_state.is_hidden:
+                self._optimizer_state.hide()
             self._show_pieces()
             return loss
 
@@ -212,10 +208,10 @@ class ShardedSynchronizer(Synchronizer):
         if not runs_closure:
             self._destination.check_there()
         self._parameters.check_in_place()
-        self._take_over_state()
+        self._optimizer_state.take_over()
         updates_later = runs_closure and self._offload is not None  # what is to be updated with is not there
         if not updates_later:
-            self._hide()
+            self._optimizer_state.hide()
         if not self._destination.is_deferred:
             self._before_update()
         elif runs_closure or not self._destination.is_untouched():
@@ -227,7 +223,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def _update(self, hand_over: Callable[[PieceUpdate], None]) -> None:
         """Update one piece after the other, as `hand_over` gives them to its argument. Collective."""
-        store = self._states.state
+        store = self._optimizer_state.store
         with store.shared_errors(self.training.group):
             update = PieceUpdate(self.training.optimizer, store)
             hand_over(update)
@@ -239,15 +235,10 @@ class ShardedSynchronizer(Synchronizer):
         if self._destination.is_deferred:
             self._parameters.barrier("gradients of pieces", self._destination.settle)
 
-    def _hide(self) -> None:
-        """Take all parameters from the optimizer, and give it the state of the pieces."""
-        optimizer, holds = self.training.optimizer, self._holds_state
-        self._hidden.hide(optimizer, self._states.lend() if holds else None)
-
     def _show_pieces(self) -> None:
         """Let the optimizer see what it is to update: the pieces that have a gradient now."""
         self._updated = self._present
-        self._states.split(self._updated)
+        self._optimizer_state.of_pieces.split(self._updated)
         groups = self.training.optimizer.param_groups
         for group in groups:
             group["params"].clear()
@@ -269,7 +260,7 @@ class ShardedSynchronizer(Synchronizer):
         """Have all pieces updated that have a gradient."""
         self._parameters.hand_over(update)
         self._destination.used()
-        self._states.state.end_step()
+        self._optimizer_state.store.end_step()
 
     @property
     def _present(self) -> list[bool]:
@@ -294,8 +285,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def _show_all(self) -> None:
         """Give the optimizer all its parameters back, if they are hidden."""
-        if self._hidden.show(self.training.optimizer):
-            self._states.take_back()
+        if self._optimizer_state.show():
             self._destination.stand_in_again()
 
     def end_failed_step(self) -> None:
@@ -306,7 +296,7 @@ class ShardedSynchronizer(Synchronizer):
         """Forget the gradients that ranks have pieces of; in a closure all: the optimizer sees pieces."""
         self.gradients.abandon()
         self._destination.reset()
-        if self._hidden:
+        if self._optimizer_state.is_hidden:
             for _, param in self.training.named:
                 param.grad = None
 
@@ -314,7 +304,7 @@ class ShardedSynchronizer(Synchronizer):
         """Clip by the norm of all gradients, of which each rank has its pieces. Collective."""
         self._settle()
         self._destination.check_own()
-        self._states.split(self._present)
+        self._optimizer_state.of_pieces.split(self._present)
         pieces = [self._destination.grad_of(piece) for piece in self._parameters.pieces]
         grads = _values([grad for grad in pieces if grad is not None])
         scaled = _values(self._destination.sources())
@@ -338,11 +328,6 @@ class ShardedSynchronizer(Synchronizer):
 
     # -- the wrapped optimizer's state, which lies with the pieces: to be divided is this method's work ---
 
-    def _take_over_state(self) -> None:
-        """Take this rank's part of a state that is whole."""
-        if self._holds_state:
-            self._states.take_over(self.training.optimizer.state)
-
     def wait(self) -> None:
         """Return when all parameters have arrived that are on their way with `overlap_forward`."""
         if self._overlap is not None:
@@ -359,22 +344,9 @@ class ShardedSynchronizer(Synchronizer):
         return [tensor.clone() for tensor in self.averaged]
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of all parameters, of which each rank has its pieces. Collective.
-
-        One that was loaded here counts, although it may not have been loaded where its owners are. Who saves
-        the state saves the parameters, too, which are there then.
-        """
-        self.wait()
-        self._show_all()
-        RefreshMasters()(self._parameters.pieces)
-        state = self.training.optimizer.state
-        wholes = self._states.gather(self._states.wholes_in(state) if self.has_whole_state else None)
-        if self.has_whole_state:
-            return make()
-        params = self._states.params
-        wholes = {index: whole for index, whole in wholes.items() if _says_more(whole, params[index])}
-        with self._states.shown_in(state, wholes):
-            return make()
+        """Return the state of all parameters, of which each rank has its pieces. Collective."""
+        self._end_update()
+        return self._optimizer_state.state_dict(make)
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
@@ -383,17 +355,20 @@ class ShardedSynchronizer(Synchronizer):
             for index, entries in state_dict["state"].items():
                 if isinstance(index, int):
                     self.training.optimizer.state[params[index]] = dict(entries)
-        self._states.loaded()
+        self._optimizer_state.loaded()
+
+    def needed_parts(self) -> Mapping[int, NeededPart] | None:
+        """See `Synchronizer`."""
+        return self._optimizer_state.needed_parts()
+
+    def load_parts(self) -> None:
+        """See `Synchronizer`."""
+        self._optimizer_state.load_parts()
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank's pieces, and the options of all groups."""
-        self.wait()
-        self._show_all()
-        RefreshMasters()(self._parameters.pieces)
-        self._take_over_state()
-        optimizer = self.training.optimizer
-        state = self._states.state if self._holds_state else StateInMemory(optimizer.state)
-        return {"param_groups": make()["param_groups"], **self._states.to_shard(state)}
+        self._end_update()
+        return self._optimizer_state.to_shard(make)
 
     def load_shards(
         self,
@@ -404,24 +379,19 @@ class ShardedSynchronizer(Synchronizer):
     ) -> None:
         """Take this rank's part of what the ranks of a run had."""
         self._show_all()
-        states, head = self._states.from_shards(shards, self._parameters.ranges if held else None)
-        load({"state": {}, "param_groups": head["param_groups"]})
-        state = self.training.optimizer.state
-        state.update({self._states.params[index]: entries for index, entries in states.items()})
-        state.update(head["others"])
-        self._states.loaded()
-        with self._states.state.shared_errors(self.training.group):
-            self._take_over_state()
-        if not self._holds_state:
-            self._states.place(state)
+        self._optimizer_state.load_shards(shards, load, self._parameters.ranges if held else None)
+
+    def _end_update(self) -> None:
+        """Wait until all parameters have arrived, and show the optimizer all of them."""
+        self.wait()
+        self._show_all()
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Share further parameters, too, and leave those that are shared where they are."""
         self.wait()
         super().extend(named)
         self._parameters.extend(named, self.training.optimizer.param_groups)
-        self._states.params = [param for _, param in named]
-        self._names.names = [name for name, _ in named]
+        self._optimizer_state.extend(named)
         if self._overlap is not None:
             self._overlap.cover(named)
 
@@ -429,11 +399,3 @@ class ShardedSynchronizer(Synchronizer):
 def _values(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return where the numbers are in memory: a sparse gradient that was reduced has each element once."""
     return [grad._values() if grad.is_sparse else grad for grad in grads]
-
-
-def _says_more(entries: Mapping[str, Any], param: Tensor) -> bool:
-    """Return whether the state of a parameter says more than the parameter does."""
-    if not entries or set(entries) != {MASTER}:
-        return bool(entries)
-    master = entries[MASTER]
-    return not torch.equal(master, param.detach().to(master.dtype))

@@ -27,14 +27,15 @@ from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, PeerLost
-from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.gradient_sync import GradientSync
 from mpisgd.method_state import mean_of, parts_of
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.goes_with import UNDECLARED, GoesWith
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
+from mpisgd.sharding.needed_parts import NeededPart
 
 __all__ = ["Strategy", "Synchronizer"]
 
@@ -225,6 +226,16 @@ class Synchronizer:
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that a state has been loaded into the optimizer, and `state` with it. Not collective."""
         self.is_fresh = True
+
+    def needed_parts(self) -> Mapping[int, NeededPart] | None:
+        """Return what this rank needs of a state that is loaded, by the places of parameters.
+
+        None: all of it.
+        """
+        return None
+
+    def load_parts(self) -> None:
+        """Note that a state has been loaded of which this rank has what it needs. Not collective."""
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's part of the optimizer's state; `make` returns what the optimizer has now.

@@ -19,7 +19,13 @@ from mpisgd.sharding.layerwise.parameter_unit import Unit
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.offload.description import Offload
 
-__all__ = ["check_in_memory", "offload_parameters", "streamed_parameters_of", "without_streamed"]
+__all__ = [
+    "StateDictHooks",
+    "check_in_memory",
+    "offload_parameters",
+    "streamed_parameters_of",
+    "without_streamed",
+]
 
 STATE_DICT = "state_dict"
 
@@ -74,7 +80,7 @@ def offload_parameters(
         param._mpisgd_streamed = streamed  # type: ignore[attr-defined]
     for k, layer in enumerate(chosen):
         LayerHooks(layer, units_of[k], streamed, backward)
-        _StateDictHooks(layer, units_of[k], streamed)
+        StateDictHooks(layer, units_of[k], streamed)
 
 
 def streamed_parameters_of(params: Sequence[Tensor]) -> StreamedParameters | None:
@@ -200,7 +206,7 @@ def _complete(model: nn.Module, owned: Mapping[str, Users], k: int) -> list[tupl
     return [(key[0], named) for key, named in found.items()]
 
 
-class _StateDictHooks:
+class StateDictHooks:
     """Lets `state_dict` find the values of a layer, and `load_state_dict` change them.
 
     Args:

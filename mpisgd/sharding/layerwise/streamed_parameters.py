@@ -10,7 +10,7 @@ gradients are combined and scattered in the same parts.
 Source: Rajbhandari et al. 2021, ZeRO-Infinity, sections 5.1 (prefetch), 6.1 (partitioning of each parameter).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,9 +24,12 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.layerwise.parameter_unit import Chunk, Unit
+from mpisgd.sharding.needed_parts import LoadedPart, NeededPart, elements_of
 from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.disk_speed import blocks_of
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+from mpisgd.sharding.state_exchange import runs_of
 
 __all__ = ["GRADIENT", "VALUES", "StreamedParameters"]
 
@@ -60,8 +63,11 @@ class StreamedParameters:
         self.units: list[Unit] = []
         self.present: set[Tensor] = set()
         with raised_on_every_rank(group):
-            self.values = FileStore(offload, f"parameters of rank {group.rank}", self._name, num_chunks)
-            self.gradients = FileStore(offload, f"gradients of rank {group.rank}", self._name, num_chunks)
+            values, gradients = (
+                FileStore(offload, blocks_of(offload, f"{what} of rank {group.rank}"), self._name, num_chunks)
+                for what in ("parameters", "gradients")
+            )
+            self.values, self.gradients = values, gradients
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> Unit:
         """Return a new unit of these parameters, which are in memory still. See `Unit`."""
@@ -88,6 +94,30 @@ class StreamedParameters:
         with self.shared_errors():
             for chunk, own in _in_chunks(unit, unit.own(unit.flat)):
                 self.values[chunk.key] = {VALUES: own}
+            self.values.end_step()
+
+    def needed_parts(self) -> dict[Tensor, NeededPart]:
+        """Return what this rank needs of values that are loaded, by parameter; see `load_parts`."""
+        found = {}
+        for unit in self.units:
+            runs = runs_of(member for chunk in unit.chunks for member in unit.members(chunk))
+            for place, (param, layout) in enumerate(zip(unit.params, unit.layouts, strict=True)):
+                found[param] = NeededPart.by_members(layout, runs.get(place, ()))
+        return found
+
+    @torch.no_grad()
+    def load_parts(self, values: Mapping[Tensor, LoadedPart | Tensor]) -> None:
+        """Bring what this rank needs of other values to the files, which may have failed. Collective."""
+        self.release_all()
+        with self.values.shared_errors(self.group):
+            self.values.clear()
+            for unit in self.units:
+                for chunk in unit.chunks:
+                    own = torch.zeros(chunk.numel, dtype=unit.flat.dtype)
+                    for k, first, numel, at in unit.members(chunk):
+                        found = elements_of(values[unit.params[k]], unit.layouts[k], first, numel)
+                        own[at : at + numel].copy_(found)
+                    self.values[chunk.key] = {VALUES: own}
             self.values.end_step()
 
     def acquire(self, units: Iterable[Unit], user: Hashable) -> None:

@@ -42,7 +42,10 @@ class StreamedPieces:
         owners: all ranks of the group.
         pieces: of this rank, in the order of an update.
         layouts: how each parameter lies in memory.
+        divided: see `Pieces`.
     """
+
+    divided = True
 
     def __init__(
         self,

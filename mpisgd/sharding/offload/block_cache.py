@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from mpisgd.errors import OffloadError
+from mpisgd.sharding.offload.block_store import BlockStore
 from mpisgd.sharding.offload.description import CRC32
-from mpisgd.sharding.offload.private_file import PrivateFile, memory_of, rounded_up
+from mpisgd.sharding.offload.private_file import memory_of, rounded_up
 
 __all__ = ["AccessOrder", "BlockCache", "Checksum", "aligned_memory", "checksum_of"]
 
@@ -140,10 +141,10 @@ def _crc32(memory: memoryview) -> str:
 
 
 class BlockCache:
-    """Blocks of a file, used by one thread.
+    """Blocks of a `BlockStore`, used by one thread.
 
     Args:
-        file: its own file; the blocks come after what is in it already.
+        store: its own; the blocks come after what is in it already.
         prefetch: how many blocks are read ahead, and how many may wait to be written.
         block_bytes: of most blocks; a larger one gets a larger buffer.
         checksum: of each block, None for none.
@@ -154,11 +155,11 @@ class BlockCache:
     """
 
     def __init__(
-        self, file: PrivateFile, prefetch: int, block_bytes: int, checksum: Checksum | None = None
+        self, store: BlockStore, prefetch: int, block_bytes: int, checksum: Checksum | None = None
     ) -> None:
-        self._file, self._prefetch, self._block_bytes = file, prefetch, block_bytes
+        self._store, self._prefetch, self._block_bytes = store, prefetch, block_bytes
         self._checksum = checksum
-        self._base = file.size
+        self._base = store.size
         self._blocks: list[_Block] = []
         self._sums: dict[int, str] = {}
         self._order = AccessOrder()
@@ -222,7 +223,7 @@ class BlockCache:
         Raises:
             OffloadError: the disk is full.
         """
-        start = self._file.allocate(rounded_up(nbytes))
+        start = self._store.allocate(rounded_up(nbytes))
         self._blocks[index] = _Block(start, rounded_up(nbytes))
 
     def read_ahead(self) -> None:
@@ -255,7 +256,7 @@ class BlockCache:
         self._blocks.clear()
         self._sums.clear()
         self._order.forget()
-        self._file.truncate(self._base)
+        self._store.truncate(self._base)
 
     # -- reads and writes ----------------------------------------------------------------------------
 
@@ -272,10 +273,10 @@ class BlockCache:
     def _read(self, index: int, memory: memoryview) -> None:
         """Read a block. On a thread."""
         start = self._blocks[index].start
-        self._file.read(memory, start)
+        self._store.read(memory, start)
         if self._checksum is not None and (found := self._checksum(memory)) != self._sums[index]:
             raise OffloadError(
-                f"offload: block {index} of {self._file.what} in {self._file.folder}, {len(memory)} bytes at "
+                f"offload: block {index} of {self._store.described}, {len(memory)} bytes at "
                 f"{start}, has checksum {found}, and {self._sums[index]} when it was written: the disk, or "
                 "what is between it and the memory, has changed it"
             )
@@ -289,7 +290,7 @@ class BlockCache:
         """Write a block. On a thread."""
         if self._checksum is not None:
             self._sums[index] = self._checksum(memory)
-        self._file.write(memory, self._blocks[index].start)
+        self._store.write(memory, self._blocks[index].start)
 
     def _limit_writes(self) -> None:
         """Wait until few enough blocks are being written that the next ones can be read."""

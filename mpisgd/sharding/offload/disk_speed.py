@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpisgd.sharding.offload.block_cache import aligned_memory
+from mpisgd.sharding.offload.block_store import BlockStore
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.private_file import PrivateFile, memory_of, rounded_up
 
-__all__ = ["DiskSpeed", "is_direct_faster", "measure"]
+__all__ = ["DiskSpeed", "blocks_of", "is_direct_faster", "measure"]
 
 SAMPLE_BYTES = 32 * 2**20
 
@@ -72,6 +73,20 @@ def is_direct_faster(offload: Offload) -> bool:
         return False
     buffered = measure(offload.folder, offload.block_bytes, sample, direct=False)
     return buffered is None or direct.time_of(sample, sample) <= buffered.time_of(sample, sample)
+
+
+def blocks_of(offload: Offload, what: str) -> BlockStore:
+    """Return a new file for blocks.
+
+    Args:
+        offload: where it is, and how it is read and written.
+        what: what is in it, for messages.
+
+    Raises:
+        OffloadError: it cannot be made.
+    """
+    assert offload.folder is not None
+    return PrivateFile(offload.folder, what, direct=is_direct_faster(offload))
 
 
 def _seconds(action: Callable[[], None]) -> float:

@@ -23,10 +23,10 @@ from mpisgd.errors import OffloadError
 from mpisgd.gradients.bucketing import ALIGN_BYTES
 from mpisgd.gradients.fusion_buffer import Layout, layout_of, window
 from mpisgd.sharding.offload.block_cache import BlockCache, aligned_memory, checksum_of
+from mpisgd.sharding.offload.block_store import BlockStore
 from mpisgd.sharding.offload.description import Offload
-from mpisgd.sharding.offload.disk_speed import is_direct_faster
 from mpisgd.sharding.offload.mapped_memory import MappedMemory
-from mpisgd.sharding.offload.private_file import PrivateFile, memory_of, rounded_up
+from mpisgd.sharding.offload.private_file import memory_of, rounded_up
 from mpisgd.sharding.offload.safetensors_header import Stored, header, header_room
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.piece import Entries
@@ -107,8 +107,8 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
     that come next is read meanwhile.
 
     Args:
-        offload: where the file is, and how it is read and written.
-        what: what is in it, for messages.
+        offload: how blocks are read and written.
+        blocks: where they are.
         name_of: names a key, for the header of the file.
         num_keys: about how many there will be: the header has room for them.
 
@@ -116,7 +116,9 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         OffloadError: from most methods; see `BlockCache`.
     """
 
-    def __init__(self, offload: Offload, what: str, name_of: Callable[[Tensor], str], num_keys: int) -> None:
+    def __init__(
+        self, offload: Offload, blocks: BlockStore, name_of: Callable[[Tensor], str], num_keys: int
+    ) -> None:
         self._offload = offload
         self._name_of = name_of
         self._room = rounded_up(header_room(STATES * num_keys))
@@ -130,11 +132,10 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         self._copies: MappedMemory | None = None
         self._is_listed = False  # whether the header says what is in the file
         self._held: OffloadError | None = None
-        assert offload.folder is not None
-        self._file = PrivateFile(offload.folder, what, direct=is_direct_faster(offload))
-        self._file.allocate(self._room)
+        self._blocks = blocks
+        blocks.allocate(self._room)
         checksum = checksum_of(offload.checksum)
-        self._cache = BlockCache(self._file, offload.prefetch, offload.block_bytes, checksum)
+        self._cache = BlockCache(blocks, offload.prefetch, offload.block_bytes, checksum)
 
     # -- as a dictionary -----------------------------------------------------------------------------
 
@@ -217,7 +218,8 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `StateStore`; in a file of its own."""
         if self._copies is None:
-            self._copies = MappedMemory(self._file.folder, f"a copy of the {self._file.what}")
+            assert self._offload.folder is not None
+            self._copies = MappedMemory(self._offload.folder, f"a copy of the {self._blocks.described}")
         return self._copies.empty(shape, dtype)
 
     def release(self, keys: Iterable[Any], *, changed: bool = True) -> None:
@@ -272,15 +274,15 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         """Wait until everything is in the file; return a descriptor of it, which safetensors can read."""
         self.end_step()
         self._cache.flush()
-        return self._file.fd
+        return self._blocks.descriptor()
 
     def _write_header(self) -> None:
         """Say what is in the file; not if there are so many more keys now that the header has no room."""
         self._is_listed = True
         memory = aligned_memory(self._room)
         with contextlib.suppress(ValueError):
-            memory_of(memory)[:] = header(self._stored(), self._room, self._file.size)
-            self._file.write(memory_of(memory), 0)
+            memory_of(memory)[:] = header(self._stored(), self._room, self._blocks.size)
+            self._blocks.write(memory_of(memory), 0)
 
     def _stored(self) -> list[Stored]:
         return [

@@ -34,7 +34,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class PrivateFile:
-    """A file that only this process can read, at a place in a folder.
+    """A `BlockStore` in a file that only this process can read, at a place in a folder.
 
     It never appears in the folder, or, where the file system has no unnamed files, for a moment and empty.
 
@@ -61,6 +61,15 @@ class PrivateFile:
             self.fd = _open_unnamed(self.folder)
         self._close = weakref.finalize(self, os.close, self.fd)
         self.direct = direct and _go_past_the_cache(self.fd)
+
+    @property
+    def described(self) -> str:
+        """See `BlockStore`."""
+        return f"{self.what} in {self.folder}"
+
+    def descriptor(self) -> int:
+        """See `BlockStore`: its own."""
+        return self.fd
 
     def allocate(self, nbytes: int) -> int:
         """Make room at the end; return where it begins.
@@ -117,8 +126,7 @@ class PrivateFile:
         except OSError as exc:
             cause = exc.strerror or str(exc)
             raise OffloadError(
-                f"offload: the file of {self.what} in {self.folder} could not be {done}: {cause}"
-                f"{self._hint(exc)}"
+                f"offload: the file of {self.described} could not be {done}: {cause}{self._hint(exc)}"
             ) from exc
 
     def _hint(self, exc: OSError) -> str:

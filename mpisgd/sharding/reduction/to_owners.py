@@ -23,13 +23,14 @@ from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.destination import Everyone
+from mpisgd.gradients.fusion_buffer import flat_view
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import DENSE, SPARSE
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.divided_parameters import DividedParameters
-from mpisgd.sharding.piece import Piece, Receiver, flat_view
+from mpisgd.sharding.piece import Piece, Receiver
 from mpisgd.sharding.piece_states import PieceStates
 from mpisgd.sharding.places import GradientPlace
 from mpisgd.sharding.reduction.bucket_route import BucketRoute

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from counted_bytes import sent, state_bytes
 from harness import FEATURES, Run, adam, digest, pair, plain_step
 from pretended_hosts import group_of_hosts
 from torch import nn
@@ -24,34 +22,6 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 300), nn.Tanh(), nn.Linear(300, 257), nn.Linear(257, 2))
-
-
-def state_bytes(state: dict[Any, Any]) -> int:
-    tensors = [value for entries in state.values() for value in entries.values()]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def sent(monkeypatch: pytest.MonkeyPatch, group: Group, action: Callable[[], Any]) -> int:
-    """The bytes that all ranks of a group send meanwhile, those of objects included."""
-    communicator = group.queue.communicator
-    objects, before = [], communicator.sent_bytes
-    broadcast, gather = type(communicator).broadcast_object, type(communicator).all_gather_object
-
-    def counted_broadcast(self, obj, root):
-        got = broadcast(self, obj, root)
-        if self.rank == root:
-            objects.append((self.size - 1) * len(got))
-        return got
-
-    def counted_gather(self, obj):
-        objects.append((self.size - 1) * len(pickle.dumps(obj)))
-        return gather(self, obj)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(type(communicator), "broadcast_object", counted_broadcast)
-        patched.setattr(type(communicator), "all_gather_object", counted_gather)
-        action()
-    return sum(referee().allgather(communicator.sent_bytes - before + sum(objects)))
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mpisgd.gradients.fusion_buffer import layout_of
+from mpisgd.gradients.fusion_buffer import flat_view, layout_of
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.offload.state_store import StateInMemory
-from mpisgd.sharding.piece import Piece, flat_view, is_elementwise_entry, join_states
+from mpisgd.sharding.piece import Piece, is_elementwise_entry, join_states
 
 SCALAR = torch.tensor(1.5)
 

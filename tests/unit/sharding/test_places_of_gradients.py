@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+from mpisgd.sharding import places as drawings
 from mpisgd.sharding.places import GradientPlace, StatePlace
 
 GRADIENTS = {
@@ -25,3 +27,12 @@ def test_only_what_is_drawn_may_follow(places, drawn):
         else:
             with pytest.raises(AssertionError, match="next"):
                 one.to(other)
+
+
+@pytest.mark.parametrize("place", [*GradientPlace, *StatePlace], ids=lambda place: place.name)
+def test_each_place_is_drawn_and_explained_in_the_documentation_too(place):
+    page = Path(__file__).parents[3] / "docs" / "architecture.md"
+    for text in (drawings.__doc__, page.read_text()):
+        lines = [line.strip() for line in text.splitlines() if place.name in line.split()]
+        assert any("->" in line for line in lines), "it is not drawn"
+        assert any(line.startswith(place.name) and "->" not in line for line in lines), "nothing explains it"

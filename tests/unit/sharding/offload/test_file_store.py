@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.disk_speed import blocks_of
 from mpisgd.sharding.offload.file_store import FileStore
 
 OPTIMIZERS = {
@@ -21,7 +22,7 @@ OPTIMIZERS = {
 
 def store_in(folder, **options):
     offload = Offload(folder, **{"block_bytes": 4096, "io": "buffered", "prefetch": 1, **options})
-    return FileStore(offload, "state", str, 0)
+    return FileStore(offload, blocks_of(offload, "state"), str, 0)
 
 
 def pairs(sizes):
@@ -95,7 +96,7 @@ def test_safetensors_opens_the_file(tmp_path):
     stored, plain = torch.optim.Adam(ours), torch.optim.Adam(theirs)
     offload = Offload(tmp_path, block_bytes=4096, io="buffered")
     names = {ours[0]: "first", ours[1]: "second"}
-    stored.state = store = FileStore(offload, "state", names.__getitem__, 2)
+    stored.state = store = FileStore(offload, blocks_of(offload, "state"), names.__getitem__, 2)
     train(ours, theirs, stored, plain, store)
     found = safetensors.torch.load_file(f"/proc/self/fd/{store.flush()}")
     for name in ("exp_avg", "exp_avg_sq"):

@@ -1,0 +1,78 @@
+"""The `state_dict` of a model whose parameters are in files, loaded: each rank needs its own parts only."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpisgd.core.group import Group
+from mpisgd.sharding.layerwise.offload_parameters import StateDictHooks, streamed_parameters_of
+from mpisgd.sharding.needed_parts import NeededPart
+
+__all__ = ["load_parts", "needed_parts_of", "tensors_of"]
+
+EXTRA = "_extra_state"  # torch's name for what a module keeps besides tensors
+
+
+def needed_parts_of(model: nn.Module, group: Group) -> dict[str, NeededPart] | None:
+    """Return what this rank needs of a model's `state_dict`, by name; None: all of it.
+
+    Args:
+        model: of any kind.
+        group: the ranks that load it.
+    """
+    streamed = streamed_parameters_of(list(model.parameters()))
+    if streamed is None or streamed.group.ranks != group.ranks or not _loads_as_torch(model):
+        return None
+    needed = streamed.needed_parts()
+    return {name: needed[param] for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def _loads_as_torch(model: nn.Module) -> bool:
+    """Return whether all modules load a state as torch's do, and the program does nothing to it."""
+    return all(
+        type(module).load_state_dict is nn.Module.load_state_dict
+        and str(type(module)._load_from_state_dict.__module__).startswith("torch.nn.")
+        and all(map(_is_ours, module._load_state_dict_pre_hooks.values()))
+        and all(map(_is_ours, module._load_state_dict_post_hooks.values()))
+        for module in model.modules()
+    )
+
+
+def _is_ours(hook: Any) -> bool:
+    called = getattr(hook, "hook", hook)
+    owner = getattr(called.func, "__self__", None) if isinstance(called, partial) else None
+    return isinstance(owner, StateDictHooks)
+
+
+def tensors_of(model: nn.Module, needed: Mapping[str, NeededPart]) -> dict[str, Any]:
+    """Return what `model.state_dict()` has; parameters have their shapes and no memory."""
+    found: dict[str, Any] = {name: torch.empty(()).expand(part.layout.shape) for name, part in needed.items()}
+    return {**found, **{name: getattr(module, key, None) for name, module, key in _others(model)}}
+
+
+def load_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a `state_dict` that has of each parameter what this rank needs. Collective."""
+    streamed = streamed_parameters_of(list(model.parameters()))
+    assert streamed is not None
+    named = model.named_parameters(remove_duplicate=False)
+    streamed.load_parts({param: state[name] for name, param in named})
+    with torch.no_grad():
+        for name, module, key in _others(model):
+            if key == EXTRA:
+                module.set_extra_state(state[name])
+            else:
+                getattr(module, key).copy_(state[name])
+
+
+def _others(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield what else is in a model's state: its name there, the module, and its name in this one."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for key, value in module._buffers.items():
+            if value is not None and key not in module._non_persistent_buffers_set:
+                yield start + key, module, key
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield start + EXTRA, module, EXTRA

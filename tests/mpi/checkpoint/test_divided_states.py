@@ -1,0 +1,314 @@
+"""What the ranks divide is loaded in parts: each rank gets what it owns, and goes on as if it had got all."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from counted_bytes import sent, state_bytes
+from peak_meter import peak_bytes
+from pretended_hosts import EVEN, group_of_hosts
+from torch import nn
+from verdicts import everyone, raises_everywhere
+
+import mpisgd
+from mpisgd import Group, checkpoint
+from mpisgd.job.lifecycle import world
+from mpisgd.optim.distributed import DistributedOptimizer
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+FEATURES, WIDTH = 24, 257
+SAVED_AT, LAST = 3, 6
+
+
+class Net(nn.Module):
+    """Parameters of several shapes: one lies channels last, one is tied, one is frozen, one is small."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Linear(FEATURES, width)
+        self.conv = nn.Conv2d(3, 40, 3).to(memory_format=torch.channels_last)
+        self.inner = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("shift", torch.rand(1))
+        self.out = nn.Linear(width, FEATURES, bias=False)
+        self.out.weight = nn.Parameter(self.embed.weight.detach().t().clone())
+        self.scale = nn.Linear(1, FEATURES).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x[:, :12].view(-1, 3, 2, 2)
+        more = self.conv(nn.functional.pad(image, (1, 1, 1, 1))).sum(dim=(1, 2, 3))
+        x = self.norm(torch.tanh(self.inner(torch.tanh(self.embed(x)))))
+        return self.out(x) * self.scale(torch.ones_like(x[:, :1])) + more[:, None] + self.shift
+
+
+def batch(step: int, group: Group) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(step)
+    rows = torch.randn(12, FEATURES, generator=draw, dtype=torch.float64)
+    return rows.chunk(group.size)[group.rank]
+
+
+class Run:
+    """A model and its optimizer."""
+
+    def __init__(self, group: Group, kind: str, folder: Path, *, seed: int, width: int = WIDTH) -> None:
+        torch.manual_seed(seed)
+        self.group, options = group, dict(OPTIONS[kind])
+        self.model: nn.Module = Net(width).to(options.pop("dtype", torch.float64))
+        if "offload" in options:
+            what = options.pop("offload")
+            offload = mpisgd.Offload(str(folder / "offload"), what=what, block_bytes=4096, io="buffered")
+            if "parameters" in what:
+                mpisgd.offload_parameters(self.model, offload, group=group)
+            options["strategy"] = mpisgd.Sharded(1, offload=offload)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1]},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        inner = torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
+        self.optimizer = mpisgd.DistributedOptimizer(inner, group=group, check_start=False, **options)
+
+    def train(self, first: int, last: int) -> None:
+        dtype = next(self.model.parameters()).dtype
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            self.model(batch(step, self.group).to(dtype)).square().mean().backward()
+            self.optimizer.step()
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def come_to(self) -> dict[str, Any]:
+        """Everything that the run has come to."""
+        return {"model": dict(self.model.state_dict()), "optimizer": self.optimizer.state_dict()["state"]}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {"strategy": mpisgd.Sharded(1)},
+    "stage 2": {"strategy": mpisgd.Sharded(2)},
+    "masters": {"strategy": mpisgd.Sharded(1, master_dtype=torch.float32), "dtype": torch.bfloat16},
+    "shared": {"share_parameters": True},
+    "shared, sharded": {"strategy": mpisgd.Sharded(1), "share_parameters": True},
+    "offload": {"offload": "optimizer"},
+    "parameters in files": {"offload": "optimizer,parameters"},
+}
+
+
+def have_same_bits(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(have_same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other) and one.stride() == other.stride()
+    return bool(one == other)
+
+
+def load_everything_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the program looks at what is loaded."""
+    monkeypatch.setattr(DistributedOptimizer, "_needed_parts", lambda self, group: None)
+    monkeypatch.setattr("mpisgd.checkpoint.loading.needed_parts_of", lambda model, group: None)
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_a_run_goes_on_bit_by_bit_from_parts(kind: str, folder: Path) -> None:
+    run = Run(world(), kind, folder, seed=1)
+    run.train(0, SAVED_AT)
+    checkpoint.save(folder, SAVED_AT, **run.objects)
+    saved = copy.deepcopy(run.come_to())
+    run.train(SAVED_AT, LAST)
+    expected = run.come_to()
+    resumed = Run(world(), kind, folder, seed=2)
+    resumed.train(0, 1)  # it has a state of its own that is replaced
+    checkpoint.load(folder, **resumed.objects)
+    everyone(not resumed.optimizer.synchronizer.has_whole_state, "the state is whole")
+    everyone(have_same_bits(resumed.come_to(), saved), "it has not loaded what was saved")
+    resumed.train(SAVED_AT, LAST)
+    everyone(have_same_bits(resumed.come_to(), expected), "it goes on differently")
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_what_comes_in_parts_is_what_comes_as_a_whole(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, alone: Group
+) -> None:
+    """From another number of ranks; then that of all of these."""
+    if kind == "masters":
+        pytest.skip("sums of half precision differ by the number of ranks")
+    single = Run(alone, kind, folder / str(mpisgd.rank()), seed=1)
+    single.train(0, SAVED_AT)
+    if mpisgd.rank() == 0:
+        checkpoint.save(folder, SAVED_AT, **single.objects, group=alone)
+    mpisgd.barrier()
+    runs = []
+    for whole in (False, True):
+        with monkeypatch.context() as patched:
+            if whole:
+                load_everything_everywhere(patched)
+            runs.append(Run(world(), kind, folder, seed=2))
+            checkpoint.load(folder, **runs[-1].objects)
+        everyone(runs[-1].optimizer.synchronizer.has_whole_state == whole)
+        runs[-1].train(SAVED_AT, LAST)
+    everyone(have_same_bits(runs[0].come_to(), runs[1].come_to()), "they go on differently")
+
+
+@pytest.mark.parametrize("kind", ["stage 1", "stage 2", "masters", "shared, sharded", "offload"])
+def test_a_part_travels_once_to_its_owner(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = mpisgd.size()
+    with group_of_hosts(range(size)) as group:
+        run = Run(group, kind, folder, seed=1)
+        run.train(0, 2)
+        checkpoint.save(folder, 2, optimizer=run.optimizer, group=group)
+        whole = state_bytes(run.optimizer.state_dict()["state"])
+        resumed = Run(group, kind, folder, seed=2)
+        moved = sent(
+            monkeypatch, group, lambda: checkpoint.load(folder, optimizer=resumed.optimizer, group=group)
+        )
+        least = (size - 1) / size * whole
+        everyone(0.9 * least < moved < 1.15 * least + 100_000, f"{moved} bytes for a state of {whole}")
+
+
+def test_a_host_gets_what_it_shares_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one copy of the parameters on each host, the ranks of each divide everything."""
+    if mpisgd.size() < 4:
+        pytest.skip("two hosts of two ranks")
+    with group_of_hosts(EVEN[4]) as group:
+        run = Run(group, "shared", folder, seed=1)
+        run.train(0, 2)
+        checkpoint.save(folder, 2, optimizer=run.optimizer, group=group)
+        whole = state_bytes(run.optimizer.state_dict()["state"])
+        resumed = Run(group, "shared", folder, seed=2)
+        moved = sent(
+            monkeypatch, group, lambda: checkpoint.load(folder, optimizer=resumed.optimizer, group=group)
+        )
+        everyone(1.3 * whole < moved < 1.7 * whole + 100_000, f"{moved} bytes for a state of {whole}")
+
+
+def test_parameters_in_files_travel_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = mpisgd.size()
+    with group_of_hosts(range(size)) as group:
+        run = Run(group, "parameters in files", folder, seed=1)
+        run.train(0, 2)
+        checkpoint.save(folder, 2, **run.objects, group=group)
+        state, values = run.optimizer.state_dict()["state"], run.model.state_dict().values()
+        whole = state_bytes(state) + sum(value.nbytes for value in values)
+        resumed = Run(group, "parameters in files", folder, seed=2)
+        moved = sent(monkeypatch, group, lambda: checkpoint.load(folder, **resumed.objects, group=group))
+        least = (size - 1) / size * whole
+        everyone(0.9 * least < moved < 1.15 * least + 150_000, f"{moved} bytes for {whole}")
+
+
+@pytest.mark.mpi(min_size=3)
+def test_no_rank_has_more_than_its_part_and_one_tensor(folder: Path) -> None:
+    width = 700
+    run = Run(world(), "stage 1", folder, seed=1, width=width)
+    run.train(0, 2)
+    checkpoint.save(folder, 2, optimizer=run.optimizer)
+    whole = state_bytes(run.optimizer.state_dict()["state"])
+    largest = 8 * width * width
+    resumed = Run(world(), "stage 1", folder, seed=2, width=width)
+    peak = peak_bytes(lambda: None, lambda: checkpoint.load(folder, optimizer=resumed.optimizer))
+    # What has come, and what the pieces have of it.
+    everyone(peak < 2.2 * whole / mpisgd.size() + 1.2 * largest, f"{peak} bytes for a state of {whole}")
+
+
+def test_ranks_that_load_otherwise_get_the_whole_state(folder: Path, alone: Group) -> None:
+    """As where a program looks at what is loaded, or others load than those that train."""
+    run = Run(world(), "stage 1", folder, seed=1)
+    run.train(0, 2)
+    checkpoint.save(folder, 2, optimizer=run.optimizer)
+    seen: list[int] = []
+    resumed = Run(world(), "stage 1", folder, seed=2)
+    if mpisgd.rank() == 1:  # it is enough that one does
+        resumed.optimizer.register_load_state_dict_post_hook(
+            lambda optimizer: seen.append(len(optimizer.state))
+        )
+    checkpoint.load(folder, optimizer=resumed.optimizer)
+    everyone(bool(seen) == (mpisgd.rank() == 1) and resumed.optimizer.synchronizer.has_whole_state)
+    everyone(len(resumed.optimizer.state) == len(run.optimizer.state_dict()["state"]))
+    checkpoint.load(folder, optimizer=resumed.optimizer, group=alone)
+    everyone(resumed.optimizer.synchronizer.has_whole_state)
+
+
+def damage(path: Path, at: float) -> None:
+    if mpisgd.rank() == 0:
+        with open(path, "r+b") as file:
+            file.seek(int(path.stat().st_size * at))
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+    mpisgd.barrier()
+
+
+@pytest.mark.parametrize("at", [0.3, 0.6, 0.999])
+def test_a_damaged_part_is_an_error_on_every_rank_and_nothing_was_loaded(folder: Path, at: float) -> None:
+    run = Run(world(), "stage 1", folder, seed=1)
+    run.train(0, 2)
+    path = checkpoint.save(folder, 2, **run.objects)
+    resumed = Run(world(), "stage 1", folder, seed=2)
+    resumed.train(0, 1)
+    before = copy.deepcopy(resumed.come_to())
+    damage(Path(path), at)
+    with raises_everywhere(mpisgd.CheckpointDamaged) as caught:
+        checkpoint.load(path, **resumed.objects)
+    everyone("has checksum" in caught.text, caught.text)
+    everyone(have_same_bits(resumed.come_to(), before), "something was loaded")
+    with raises_everywhere(mpisgd.CheckpointError) as caught:
+        checkpoint.load(folder, **resumed.objects)
+    everyone("no whole checkpoint" in caught.text, caught.text)
+
+
+def test_an_older_checkpoint_is_loaded_where_a_part_of_the_newest_is_damaged(folder: Path) -> None:
+    run = Run(world(), "stage 2", folder, seed=1)
+    run.train(0, 2)
+    checkpoint.save(folder, 2, **run.objects)
+    saved = copy.deepcopy(run.come_to())
+    run.train(2, 3)
+    damage(Path(checkpoint.save(folder, 3, **run.objects)), 0.7)
+    resumed = Run(world(), "stage 2", folder, seed=2)
+    everyone(checkpoint.load(folder, **resumed.objects).step == 2)
+    everyone(have_same_bits(resumed.come_to(), saved), "it has not loaded what was saved")
+
+
+def test_a_state_of_other_parameters_is_refused(folder: Path) -> None:
+    run = Run(world(), "stage 1", folder, seed=1)
+    run.train(0, 1)
+    checkpoint.save(folder, 1, optimizer=run.optimizer)
+    model = nn.Linear(FEATURES, WIDTH)
+    other = mpisgd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.1), strategy=mpisgd.Sharded(1)
+    )
+    with raises_everywhere(mpisgd.CheckpointMismatch) as caught:
+        checkpoint.load(folder, optimizer=other)
+    everyone("parameters in its groups" in caught.text, caught.text)
+    with raises_everywhere(mpisgd.CheckpointMismatch) as caught:
+        checkpoint.load(folder, missing=other)
+    everyone("has no missing; it has optimizer" in caught.text, caught.text)
+
+
+def test_a_part_that_cannot_be_stored_is_an_error_on_every_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and again in the next step; another load sets it right."""
+    run = Run(world(), "offload", folder, seed=1)
+    run.train(0, 2)
+    checkpoint.save(folder, 2, **run.objects)
+    resumed = Run(world(), "offload", folder, seed=2)
+    expected = copy.deepcopy(run.come_to())
+    with monkeypatch.context() as patched:
+        if mpisgd.rank() == mpisgd.size() - 1:
+            patched.setattr("os.posix_fallocate", _no_room)
+        with raises_everywhere(mpisgd.CheckpointError) as caught:
+            checkpoint.load(folder, **resumed.objects)
+    everyone("No space left" in caught.text, caught.text)
+    with raises_everywhere(mpisgd.OffloadError):
+        resumed.train(2, 3)
+    checkpoint.load(folder, **resumed.objects)
+    everyone(have_same_bits(resumed.come_to(), expected), "it has not loaded what was saved")
+
+
+def _no_room(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
