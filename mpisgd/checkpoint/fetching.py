@@ -8,6 +8,7 @@ while the file is read, into memory that no object has seen yet. If the file pro
 forgotten.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -109,17 +110,18 @@ def fetch(group: Group, path: Location, objects: Mapping[str, Any], needs: Needs
     root = _Root(group, path, seen or [], objects, everyones or [])
     asked = Operation(KIND, root=ROOT, extra=", ".join(objects))
     is_intact = False
-    while not is_intact:
-        head = at_root(group, asked, root.next_head)
-        with raised_on_every_rank(group):
-            common = {entry.name: empty(entry.shape, entry.dtype) for entry in head.common}
-            rooms = {one.entry.name: one.room(needs, empty) for one in head.divided}
-            root.make_room(empty)
-        if group.rank == ROOT:
-            root.read(common, rooms)
-        else:
-            _receive(group, head.divided, needs, rooms)
-        is_intact = at_root(group, Operation(KIND, root=ROOT, extra="intact"), root.is_intact)
+    with contextlib.closing(root):
+        while not is_intact:
+            head = at_root(group, asked, root.next_head)
+            with raised_on_every_rank(group):
+                common = {entry.name: empty(entry.shape, entry.dtype) for entry in head.common}
+                rooms = {one.entry.name: one.room(needs, empty) for one in head.divided}
+                root.make_room(empty)
+            if group.rank == ROOT:
+                root.read(common, rooms)
+            else:
+                _receive(group, head.divided, needs, rooms)
+            is_intact = at_root(group, Operation(KIND, root=ROOT, extra="intact"), root.is_intact)
     broadcast_tensors([format.bytes_of(tensor) for tensor in common.values()], group.ranks[ROOT], group)
     return Fetched(head.path, head.document, {**common, **rooms}, root.of_ranks, head.names)
 
@@ -143,7 +145,7 @@ class _Root:
 
     of_ranks = rank_state.OfRanks({}, {})
     _candidates: Candidates | None = None
-    _opened: format.Opened
+    _opened: format.Opened | None = None
     _head: _Head
     _kept: dict[str, Tensor]
     _buffer: Tensor
@@ -188,9 +190,14 @@ class _Root:
         )
         return self._head
 
+    def close(self) -> None:
+        """Close the file, if one is still open."""
+        if self._opened is not None:
+            self._opened.file.close()
+
     def make_room(self, empty: Allocate) -> None:
         """Make memory for what this rank alone has, and for the largest tensor that is divided."""
-        if self._group.rank != ROOT:
+        if self._opened is None:
             return
         trees = [tree for ranks in self.of_ranks.trees.values() for tree in ranks.values()]
         names = {name for tree in trees for name in tensor_names(tree)} & self._opened.wanted
@@ -206,14 +213,16 @@ class _Root:
             rooms: memory for what this rank needs of the others.
         """
         divided = {one.entry.name: one for one in self._head.divided}
+        opened = self._opened
+        assert opened is not None
         self._kept |= common
-        for entry in self._opened.entries:
+        for entry in opened.entries:
             if entry.name in divided:
                 whole = self._buffer[: entry.nbytes].view(entry.dtype).view(entry.shape)
-                self._opened.read(entry, whole)
+                opened.read(entry, whole)
                 self._hand_out(divided[entry.name], whole, rooms[entry.name])
             else:
-                self._opened.read(entry, self._kept.get(entry.name))
+                opened.read(entry, self._kept.get(entry.name))
 
     def _hand_out(self, one: _Divided, whole: Tensor, room: Tensor | LoadedPart) -> None:
         """Send each rank what it needs of a tensor, and copy what this one needs to its memory."""
@@ -238,6 +247,7 @@ class _Root:
             CheckpointDamaged, OSError: it is not, and there is no other one.
         """
         assert self._candidates is not None
+        assert self._opened is not None
         self.of_ranks = self.of_ranks._replace(tensors=self._kept)
         return self._candidates.is_intact(self._opened, self._kept)
 

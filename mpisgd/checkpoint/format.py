@@ -87,6 +87,7 @@ class Opened:
     Attributes:
         path: of the file.
         document: what stands beside the tensors.
+        file: open until `close`, or until whoever gives up closes it.
         entries: the tensors, in the order in which they are to be read.
         wanted: names of those that are to be kept.
 
@@ -98,19 +99,19 @@ class Opened:
     def __init__(self, storage: Storage, name: str, objects: Collection[str] = ()) -> None:
         self.path = storage.at(name)
         self._error: Exception | None = None
-        self._file, size = _opened(storage, name)
+        self.file, size = _opened(storage, name)
         try:
-            self.document, self.entries = _read_header(self._file, size, self.path)
+            self.document, self.entries = _read_header(self.file, size, self.path)
             self.wanted = _wanted(self.document, self.entries, objects, self.path)
         except BaseException:
-            self._file.close()
+            self.file.close()
             raise
 
     def read(self, entry: Entry, room: Tensor | None) -> None:
         """Read the next tensor into contiguous memory, None if it is not to be kept, and check it."""
         if self._error is None:
             try:
-                _read_tensor(self._file, self.path, entry, room)
+                _read_tensor(self.file, self.path, entry, room)
             except Exception as exc:
                 self._error = exc
 
@@ -121,7 +122,7 @@ class Opened:
             CheckpointDamaged: a tensor is not what was written; says which.
             OSError: it could not be read.
         """
-        self._file.close()
+        self.file.close()
         if self._error is not None:
             raise self._error
 

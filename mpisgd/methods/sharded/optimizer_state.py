@@ -15,7 +15,10 @@ from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.masters import RefreshMasters
 from mpisgd.sharding.needed_parts import NeededPart
+from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.disk_speed import blocks_of
 from mpisgd.sharding.offload.file_store import FileStore
+from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import MASTER, Entries, Pieces
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
@@ -27,11 +30,12 @@ __all__ = ["OptimizerState"]
 class OptimizerState:
     """Gives the optimizer what it is to update in a step, with the state of that, and takes both back.
 
+    Collective to make.
+
     Args:
         training: the optimizer, the parameters and the ranks.
         pieces: of this rank.
-        names: of the pieces.
-        store: where their state is kept.
+        offload: where their state is kept; None: in memory.
         hidden: what the optimizer does not see in a step.
 
     Attributes:
@@ -42,14 +46,23 @@ class OptimizerState:
         self,
         training: Training,
         pieces: Pieces,
-        names: PieceNames,
-        store: StateStore,
+        offload: Offload | None,
         hidden: HiddenParameters,
     ) -> None:
         self._optimizer_ref, self._group = training.optimizer_ref, training.group
-        self._pieces, self._names, self._hidden = pieces, names, hidden
+        self._pieces, self._hidden = pieces, hidden
+        self._names = PieceNames(pieces, [name for name, _ in training.named])
         params = [param for _, param in training.named]
+        store = self._make_store(offload)
         self.of_pieces = PieceStates(params, pieces, training.group, store)
+
+    def _make_store(self, offload: Offload | None) -> StateStore:
+        """Return where the state of the pieces is kept. Collective."""
+        if offload is None or offload.folder is None:
+            return StateInMemory()
+        with raised_on_every_rank(self._group):
+            blocks = blocks_of(offload, f"optimizer state of rank {self._group.rank}")
+            return FileStore(offload, blocks, self._names, 2 * len(self._pieces.pieces))
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:

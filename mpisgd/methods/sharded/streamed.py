@@ -19,10 +19,7 @@ from mpisgd.sharding.grad_norm import clip_factor
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.layerwise.streamed_pieces import StreamedPieces
 from mpisgd.sharding.needed_parts import NeededPart
-from mpisgd.sharding.offload.disk_speed import blocks_of
-from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
-from mpisgd.sharding.piece_states import PieceNames
 from mpisgd.sharding.piece_update import PieceUpdate
 
 __all__ = ["StreamedSynchronizer"]
@@ -57,13 +54,8 @@ class StreamedSynchronizer(Synchronizer):
         self.gradients = _Gradients(training.group)
         self._runs_closure = False
         self._pieces = StreamedPieces(training.named, training.optimizer.param_groups, streamed)
-        names = PieceNames(self._pieces, [name for name, _ in training.named])
-        what = f"optimizer state of rank {training.group.rank}"
-        with raised_on_every_rank(training.group):
-            blocks = blocks_of(streamed.offload, what)
-            store = FileStore(streamed.offload, blocks, names, len(self._pieces.pieces))
         hidden = HiddenParameters(training.optimizer)
-        self._optimizer_state = OptimizerState(training, self._pieces, names, store, hidden)
+        self._optimizer_state = OptimizerState(training, self._pieces, streamed.offload, hidden)
 
     # -- a step --------------------------------------------------------------------------------------
 

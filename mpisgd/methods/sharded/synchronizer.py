@@ -5,19 +5,18 @@ step        the wrapped optimizer has this rank's pieces only         `HiddenPar
 after it    everyone gets what the others have updated                `Publication`
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.uneven_data import acting
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.methods.sharded.divide_parameters import divide_parameters
 from mpisgd.methods.sharded.forward_overlap import ForwardOverlap
 from mpisgd.methods.sharded.optimizer_state import OptimizerState
 from mpisgd.methods.sharded.publication import Publication
@@ -25,23 +24,15 @@ from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
 from mpisgd.methods.strategy.replicated import KeptByCompressors, reducer_of
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
-from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.grad_norm import clip_grad_norm_
 from mpisgd.sharding.masters import RefreshMasters
 from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.sharding.offload.description import Offload
-from mpisgd.sharding.offload.disk_speed import blocks_of
 from mpisgd.sharding.offload.file_store import FileStore
-from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
-from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
-from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.piece_states import PieceNames
 from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.to_owners import ToOwners
-from mpisgd.sharding.shared_parameters import SharedParameters
-from mpisgd.sharding.update_work import declares_work, work_of
 
 __all__ = ["UNSCALE", "ShardedSynchronizer"]
 
@@ -84,11 +75,9 @@ class ShardedSynchronizer(Synchronizer):
 
     def open(self) -> None:
         """Divide the parameters, as they are now, and make what works on the pieces. Collective."""
-        training = self.training
-        self._parameters = self._make_parameters(training)
-        names = PieceNames(self._parameters, [name for name, _ in training.named])
-        store = self._make_store(training, names)
-        self._optimizer_state = OptimizerState(training, self._parameters, names, store, self._hidden)
+        training, offload = self.training, self._offload
+        self._parameters = divide_parameters(training, self._stage, self._master_dtype, offload)
+        self._optimizer_state = OptimizerState(training, self._parameters, offload, self._hidden)
         cap_bytes = training.options.bucket_cap_bytes
         self._publication = Publication(self._parameters, cap_bytes, self._overlap)
         self._destination = ToOwners(
@@ -108,29 +97,6 @@ class ShardedSynchronizer(Synchronizer):
         self._show_all()
         self._parameters.leave_memory()  # others may still read, or take along, what was shared
 
-    def _make_parameters(self, training: Training) -> DividedParameters:
-        """Return which rank updates what. Collective."""
-        kind = SharedParameters if training.share_parameters or not self._stage else DividedParameters
-        owners = Owners(training.group, of_host=not self._stage)
-        return kind(
-            training.named,
-            training.optimizer.param_groups,
-            owners,
-            elementwise=self._is_known or training.elementwise or declares_work(training.optimizer),
-            work_of=work_of(training.optimizer),
-            joins=self._joins(owners, one_copy=kind.one_copy),
-            master_dtype=self._master_dtype,
-            cuts_alone=self._offload is not None,
-            masters_on_host=self._offload is not None and any(on_device(p) for _, p in training.named[:1]),
-            most_bytes=sys.maxsize if self._offload is None else self._offload.chunk_bytes,
-        )
-
-    def _joins(self, owners: Owners, *, one_copy: bool) -> bool:
-        """Whether small parameters share pieces. In a copy per host all have to be there on every host."""
-        if one_copy and self._stage:
-            return self._stage == 1 and len(owners.nodes) == 1 < owners.size
-        return owners.size > 1 or not self._stage
-
     @property
     def method(self) -> str:
         """See `Synchronizer`: where parameters and state lie is no other method."""
@@ -144,14 +110,6 @@ class ShardedSynchronizer(Synchronizer):
     def tensors(self) -> dict[str, Tensor]:
         """Return nothing: what compressors keep follows the buckets."""
         return {}
-
-    def _make_store(self, training: Training, names: PieceNames) -> StateStore:
-        """Return where the state of this rank's pieces is kept. Collective."""
-        if self._offload is None or self._offload.folder is None:
-            return StateInMemory()
-        what, num_keys = f"optimizer state of rank {training.group.rank}", 2 * len(self._parameters.pieces)
-        with raised_on_every_rank(training.group):
-            return FileStore(self._offload, blocks_of(self._offload, what), names, num_keys)
 
     def state_file(self) -> int:
         """Return a descriptor of the file with this rank's optimizer state, which safetensors can read.

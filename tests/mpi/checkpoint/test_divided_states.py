@@ -16,6 +16,7 @@ from verdicts import everyone, raises_everywhere
 
 import mpisgd
 from mpisgd import Group, checkpoint
+from mpisgd.checkpoint import format, loading
 from mpisgd.job.lifecycle import world
 from mpisgd.optim.distributed import DistributedOptimizer
 
@@ -271,6 +272,51 @@ def test_an_older_checkpoint_is_loaded_where_a_part_of_the_newest_is_damaged(fol
     resumed = Run(world(), "stage 2", folder, seed=2)
     everyone(checkpoint.load(folder, **resumed.objects).step == 2)
     everyone(have_same_bits(resumed.come_to(), saved), "it has not loaded what was saved")
+
+
+@pytest.mark.parametrize("number", [1, 6, 12])
+def test_a_file_that_cannot_be_read_on_is_an_error_on_every_rank(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for parts that come no more."""
+    run = Run(world(), "stage 1", folder, seed=1)
+    run.train(0, 2)
+    path = checkpoint.save(folder, 2, **run.objects)
+    before = copy.deepcopy(run.come_to())
+    run.train(2, 3)
+    after = copy.deepcopy(run.come_to())
+    read, left = format._read_tensor, [number]
+
+    def failing(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(5, "Input/output error")
+        read(*args)
+
+    monkeypatch.setattr(format, "_read_tensor", failing)
+    with raises_everywhere(mpisgd.CheckpointError) as caught:
+        checkpoint.load(path, **run.objects)
+    everyone("Input/output error" in caught.text, caught.text)
+    everyone(have_same_bits(run.come_to(), after), "something was loaded")
+    checkpoint.load(path, **run.objects)
+    everyone(have_same_bits(run.come_to(), before), "it has not loaded what was saved")
+
+
+def test_memory_that_one_rank_lacks_is_an_error_on_every_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(world(), "stage 1", folder, seed=1)
+    run.train(0, 2)
+    checkpoint.save(folder, 2, **run.objects)
+    if mpisgd.rank() == 1:
+        monkeypatch.setattr(loading, "_memory", lambda group, folder: _no_memory)
+    with raises_everywhere(Exception) as caught:
+        checkpoint.load(folder, **run.objects)
+    everyone("out of memory" in caught.text, caught.text)
+
+
+def _no_memory(*_: Any) -> None:
+    raise RuntimeError("out of memory")
 
 
 def test_a_state_of_other_parameters_is_refused(folder: Path) -> None:
