@@ -153,7 +153,9 @@ def broadcast_optimizer_state(
     if group.rank != root:
         optimizer.load_state_dict(mine)
         undo_casts(optimizer, mine["state"])
-    elif isinstance(optimizer, HasOwnState):
+        return
+    optimizer.defaults.setdefault("differentiable", False)  # as torch's load_state_dict does on the others
+    if isinstance(optimizer, HasOwnState):
         optimizer.forget_own_state()
 
 

@@ -418,3 +418,16 @@ def test_a_parameter_is_frozen_after_a_join_with_gradients_that_are_divided(opti
         optimizers=[Optimizer("SGD", (("lr", 0.5),), (0, 1), options)],
         exact=True,
     )
+
+
+# Seeds 107004098 and 108004673. torch gives an optimizer that loads a state a default that it did not have: the
+# rank that had broadcast its state made other groups from then on.
+
+
+def test_a_group_is_added_after_a_broadcast_of_the_state():
+    settings = (("lr", 0.01), ("rank_fraction", 1.0))
+    check(
+        *(Backward((1,)), Step(), Broadcast(0), AddGroup(1), ZeroGrad(), Backward((2,)), Step()),
+        layers=[Layer(shape=(1,)), Layer(shape=(11, 3))],
+        optimizers=[Optimizer("Dion", settings, (0,), ())],
+    )
