@@ -420,8 +420,8 @@ def test_a_parameter_is_frozen_after_a_join_with_gradients_that_are_divided(opti
     )
 
 
-# Seeds 107004098 and 108004673. torch gives an optimizer that loads a state a default that it did not have: the
-# rank that had broadcast its state made other groups from then on.
+# Seeds 107004098 and 108004673. torch gives an optimizer that loads a state a default that it did not have:
+# the rank that had broadcast its state made other groups from then on.
 
 
 def test_a_group_is_added_after_a_broadcast_of_the_state():
