@@ -187,7 +187,7 @@ MUTATIONS = (
         "clipping looks at the gradients of this rank's pieces only",
         "sharding/grad_norm.py",
         "total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)",
-        "total: Tensor = torch.linalg.vector_norm(torch.stack(mine), norm_type)",
+        "total: Tensor = everyones[group.rank]",
     ),
     Mutation(
         "one element too few is among the largest",
