@@ -24,7 +24,7 @@ class BlockCode:
     Args:
         lengths: of the pieces, in their order; a block lies in one of them.
         dtype: of the values, float32 or float64.
-        num_pieces: room in a message, where it is to be larger than these pieces need.
+        num_pieces: room in a message.
         num_values: room in a message, likewise.
         bits: of a code, 2 to 8.
         block: elements of a block; the last one of a piece may have less.
@@ -38,8 +38,8 @@ class BlockCode:
         self,
         lengths: Sequence[int],
         dtype: torch.dtype,
-        num_pieces: int | None = None,
-        num_values: int | None = None,
+        num_pieces: int,
+        num_values: int,
         *,
         bits: int,
         block: int,
@@ -48,18 +48,12 @@ class BlockCode:
         self._dtype, self._bits, self._largest = dtype, bits, 2 ** (bits - 1) - 1
         self._segments = segments_of(lengths, block)
         self._num_scales = sum(part.number for part in self._segments)
-        num_values = self.numel if num_values is None else num_values
-        num_pieces = len(lengths) if num_pieces is None else num_pieces
         most = num_values // block + num_pieces  # a block more than whole ones in each piece
         self._scales_at = packed_size(self.numel, bits)
         self.nbytes = packed_size(num_values, bits) + min(most, num_values) * dtype.itemsize
 
     def encode(self, values: Tensor, message: Tensor) -> Tensor:
-        """Write what travels to `message`; leave in `values` what does not: themselves less what is decoded.
-
-        Args:
-            values: [numel], contiguous; overwritten.
-            message: [nbytes] uint8, contiguous; overwritten, unused room with zeros.
+        """Write what travels to `message`, leave the rest in `values`; see `SignCode.encode`.
 
         Returns:
             The scales; not all finite where `values` were not.

@@ -17,11 +17,13 @@ __all__ = [
     "CompressedMomentum",
     "Compressor",
     "Draws",
+    "Errors",
     "Event",
     "Moments",
     "Paper",
     "Residual",
     "Slice",
+    "TwoStepCompressor",
     "Vec",
     "Vecs",
     "World",
@@ -348,6 +350,60 @@ class Compressor(Paper[Residual]):
     def drawn(self, k: int, place: int, w: World) -> Draws:
         """Return the random numbers of a rank in reduction k: its own."""
         return w.draw(k, place)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What a two-step compressor keeps: what ranks have left out, and what owners of chunks have."""
+
+    e: Vecs = own(default_factory=dict)
+    d: Vecs = own(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TwoStepCompressor(Paper[Errors]):
+    """What has an operator on pieces of parameters: ranks send to the owners of chunks, and these to all.
+
+    Tang et al. 2019, "DoubleSqueeze"; `w.layout` has the pieces in each owner's chunk. One rank alone sends
+    nothing.
+
+        s_i = C(g_i + e_i);    e_i <- g_i + e_i - s_i     what a rank leaves out
+        y   = mean of s_i + d;   d <- y - C(y)            what owners leave out, each of its chunk
+        g  <- C(y)
+
+    Attributes:
+        feedback: whether what is left out is added to the next gradient; else e and d stay 0.
+    """
+
+    of_chunks = of_buckets = of_memory = True
+
+    feedback: bool = True
+
+    def of_piece(self, v: Tensor) -> Tensor:
+        """Return what arrives of a piece."""
+        raise NotImplementedError
+
+    def start(self, x: Vecs, w: World) -> Errors:
+        """See `Paper`."""
+        return Errors(everyone(Vec(), w), everyone(Vec(), w))
+
+    def reduce(self, s: Errors, g: Vecs, w: World) -> tuple[Errors, Vecs]:
+        """See `Paper`."""
+        if len(w.ranks) == 1:
+            return s, g
+        m = {i: g_i + s.e[i].only(g_i) for i, g_i in filled(g).items()}
+        sent = {i: self.C(m_i, w) for i, m_i in m.items()}
+        e, d = {i: s.e[i] | (m[i] - sent[i]) for i in w.ranks}, s.d[w.ranks[0]]
+        y = mean(sent, w) + d.only(m[w.ranks[0]])
+        v = self.C(y, w)
+        return Errors(e, everyone(d | (y - v), w)) if self.feedback else s, everyone(v, w)
+
+    def C(self, v: Vec, w: World) -> Vec:
+        """Return what arrives of v."""
+        out = v.each(lambda tensor: torch.zeros(tensor.numel(), dtype=tensor.dtype))
+        for name, begin, end in (piece for chunk in w.layout for piece in chunk if piece.name in v):
+            out[name][begin:end] = self.of_piece(v[name].flatten()[begin:end])
+        return Vec({name: tensor.view(v[name].shape) for name, tensor in out.items()})
 
 
 # --- momentum by fewer bits ---------------------------------------------------------------------------
