@@ -15,19 +15,22 @@ import torch
 from torch import Tensor
 
 from mpisgd.tools.verification.programs.execute import Failure, Run, digest, state_digest
-from mpisgd.tools.verification.programs.program import ONE_BIT, Program
+from mpisgd.tools.verification.programs.program import ONE_BIT, Optimizer, Program
 from mpisgd.tools.verification.programs.serial_definition import rounds
+from mpisgd.tools.verification.programs.training import SERIAL
 from mpisgd.tools.verification.programs.variants import same_bits
 
 __all__ = ["Outcome", "Verdict", "judge", "observe"]
 
 # What another order of additions makes of some steps in float64: see "What makes a number honest" in
 # DESIGN.md. Where the momentum of Dion has a lower rank than what is taken of it, columns of rounding (1e-16)
-# are divided by their norm and eps (1e-8), and hundreds of them add up.
-DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9, "LBFGS": 1e-7, "Dion": 1e-5}
+# are divided by their norm and eps (1e-8); those beyond COLUMNS add up.
+DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9, "LBFGS": 1e-7, "Dion": 1e-7}
 OTHER_DRIFT = 1e-9
-# LBFGS keeps quotients of differences of gradients: of a nearly linear loss these are mostly rounding.
-QUOTIENTS, QUOTIENT_DRIFT = "LBFGS", 1e-2
+COLUMNS = 10
+# What LBFGS keeps of curvature, and the direction that comes of it: quotients of differences of gradients,
+# which of a nearly linear loss are mostly rounding.
+QUOTIENTS, QUOTIENT_DRIFT = ("d", "ro", "al", "H_diag"), 1e-3
 SINGLE_DRIFT = 1e-5  # where the loss has parts in float32, which has 29 bits less
 SHARE = 0.01  # of what a step moves: else one without communication might pass
 ROUNDING = 1e-12  # moves parameters so far at most
@@ -117,8 +120,6 @@ def difference(program: Program, run: Run, reference: Run) -> str:
                 return f"after event {event}, {what}: layer {place} {off}"
     if run.failure is not None or not run.states or any(o.name in ONE_BIT for o in program.optimizers):
         return ""
-    if allowed and any(o.name == QUOTIENTS for o in program.optimizers):
-        allowed = QUOTIENT_DRIFT
     for number, (state, other) in enumerate(zip(run.states, reference.states, strict=True)):
         if off := _state_off(state["state"], other["state"], allowed):
             return f"at the end: the state of optimizer {number}, {off}"
@@ -145,7 +146,15 @@ def drift(program: Program) -> float:
     if program.exact and not rounds(program):
         return 0.0
     has_single = any(layer.dtype == "float32" for layer in program.layers)
-    return max(SINGLE_DRIFT * has_single, *(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers))
+    return max(SINGLE_DRIFT * has_single, *(_drift_of(program, each) for each in program.optimizers))
+
+
+def _drift_of(program: Program, optimizer: Optimizer) -> float:
+    least = DRIFT.get(optimizer.name, OTHER_DRIFT)
+    if optimizer.name != SERIAL:
+        return least
+    shapes = [program.layers[place].shape for place in optimizer.layers]
+    return least * max([1.0, *(min(shape) / COLUMNS for shape in shapes if len(shape) == 2)])
 
 
 def _state_off(mine: dict[int, Any], right: dict[int, Any], allowed: float) -> str:
@@ -156,7 +165,8 @@ def _state_off(mine: dict[int, Any], right: dict[int, Any], allowed: float) -> s
             return f"which has {sorted(mine[place])} of parameter {place}, not {sorted(entries)}"
         for name, entry in entries.items():
             pairs = zip(_tensors(mine[place][name]), _tensors(entry), strict=True)
-            if off := next((off for each in pairs if (off := _off(*each, allowed))), ""):
+            least = QUOTIENT_DRIFT if allowed and name in QUOTIENTS and "prev_flat_grad" in entries else 0.0
+            if off := next((off for each in pairs if (off := _off(*each, max(allowed, least)))), ""):
                 return f"{name} of parameter {place}, {off}"
     return ""
 
