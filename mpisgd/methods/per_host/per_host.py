@@ -127,10 +127,10 @@ class PerHostReducer(BucketReducer):
         What a compressor keeps for all ranks alike is anything but tensors of elements, see `state_dict`.
         """
         state = self.state_dict()
-        alike = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        # A leader that keeps nothing yet takes part, too: another one may keep something.
-        if alike := broadcast_object(alike, leaders.ranks[0], leaders):
-            self.load_state_dict({**state, **alike})
+        own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        alike = {name: value for name, value in state.items() if name not in own}
+        # What the first leader has not begun nobody has: its state has no entry for that.
+        self.load_state_dict({**own, **broadcast_object(alike, leaders.ranks[0], leaders)})
         self.is_fresh = False
 
     def bytes_on_the_wire(self, size: int) -> int:
