@@ -7,6 +7,7 @@ other processes see: then nobody has to ask this one, and they see them also whi
 import functools
 import os
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ MAX_OPTIMIZERS = 16  # a program that makes new ones all the time does not fill 
 class _Steps:
     """The steps of one optimizer: how many, when the last one ended, how long one takes, who recorded it."""
 
-    __slots__ = ("last_ns", "mean_ns", "number", "sink", "track")
+    __slots__ = ("last_ns", "mean_ns", "number", "of", "sink", "track")
 
-    def __init__(self, track: tracing.Track) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, track: tracing.Track) -> None:
         self.number = self.last_ns = self.mean_ns = 0
+        self.of = weakref.ref(optimizer)
         self.sink: tracing.Sink | None = None
         self.track = track
 
@@ -58,7 +60,9 @@ class StepCounter:
         """Count a step. Every step pays for this, so it calls next to nothing."""
         if is_compiling():  # a traced step is no step, and the clock would end the graph
             return
-        steps = self._steps.get(id(optimizer)) or self._begin(optimizer)
+        steps = self._steps.get(id(optimizer))
+        if steps is None or steps.of() is not optimizer:  # one that is gone had this id
+            steps = self._begin(optimizer)
         now_ns, words = time.monotonic_ns(), self.words
         steps.number += 1
         if tracing.sink is not steps.sink or steps.sink is not None:
@@ -75,7 +79,7 @@ class StepCounter:
         number = self._num_optimizers
         if len(self._steps) == MAX_OPTIMIZERS:
             del self._steps[next(iter(self._steps))]
-        steps = _Steps(tracing.Track("steps" if number == 1 else f"steps of optimizer {number}"))
+        steps = _Steps(optimizer, tracing.Track("steps" if number == 1 else f"steps of optimizer {number}"))
         self._steps[id(optimizer)] = steps
         return steps
 

@@ -51,6 +51,17 @@ def test_the_words_are_of_the_optimizer_that_made_the_last_step(clock):
     assert counter.words == [4, 300_000_000, 50_000_000]
 
 
+def test_a_new_optimizer_begins_at_one_whatever_id_it_has(clock):
+    # It went on from the count of one that had been deleted, where Python gave it the same memory.
+    counter, gone = StepCounter(), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for at_ms in (100, 140):
+        step(counter, clock, gone, at_ms)
+    counter._steps[id(FIRST)] = counter._steps.pop(id(gone))
+    del gone
+    step(counter, clock, FIRST, 200)
+    assert counter.words == [1, 200_000_000, 0]
+
+
 def test_it_goes_on_in_other_words(clock):
     counter, words = StepCounter(), memoryview(bytearray(24)).cast("Q")
     step(counter, clock, FIRST, 5)
