@@ -78,6 +78,7 @@ class _Walk:
     was_stepped: bool = False  # with those
     with_data: set[int] = field(default_factory=set)  # inside `join()`
     ran_out: bool = False  # some rank, inside the latest `join()`
+    is_empty: bool = True  # no parameter has a gradient
     is_rate_new: bool = False  # on ranks with data, which have not stepped since
     is_stale: bool = False  # what ranks that ran out have as gradients, where they train by themselves
 
@@ -102,6 +103,7 @@ def violation(program: Program) -> str:
             or _after_other(walk, event)
             or _after_scaled(walk, event)
             or _after_set(walk, event)
+            or _after_emptied(walk, event)
             or _after(walk, event)
         ):
             return f"{event}: {broken}"
@@ -344,6 +346,20 @@ def _after_set(walk: _Walk, event: Event) -> str:
             return "torch clips no values where there may be no gradient"
         case Backward() if walk.is_set:
             return "something is added to a gradient of the program"
+    return ""
+
+
+def _after_emptied(walk: _Walk, event: Event) -> str:
+    """Note whether there is a gradient; return what is wrong with an event where there is none."""
+    match event:
+        case ZeroGrad(set_to_none=True) | Reload() | FailedBackward():
+            walk.is_empty = True
+        case Backward() | SetGradient():
+            walk.is_empty = False
+        case Step(closure=data) if data:
+            walk.is_empty = False
+        case Clip(by_value=True) if walk.is_empty:
+            return "torch clips no values where there is no gradient"
     return ""
 
 
