@@ -7,6 +7,7 @@ tests are imported. What exists then lives as long as the process, and no later 
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
@@ -17,6 +18,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mpisgd")
     group.addoption("--threads", type=int, default=0, help="ranks that are threads of this process")
     group.addoption("--threads-seed", type=int, default=0, help="of the schedules")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-mpi starts MPI long before `mpisgd.init()` could set its defaults.
+
+    And what is tested must not depend on what someone has measured on this machine.
+    """
+    if config.getoption("--with-mpi"):
+        from mpisgd.config import BUILT_IN_PROFILE
+        from mpisgd.job.mpi_settings import set_mpi_defaults
+
+        set_mpi_defaults()
+        os.environ["MPISGD_PROFILE"] = BUILT_IN_PROFILE
 
 
 def pytest_collection_finish() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,9 +13,6 @@ import torch
 from on_threads import mark_on_threads
 from ranks_as_threads import PerRank, as_size, call_on_threads, run_all_on_threads
 from verdicts import shared_report
-
-from mpisgd import config as mpisgd_config
-from mpisgd.job.mpi_settings import set_mpi_defaults
 
 if TYPE_CHECKING:
     from mpisgd import Group
@@ -29,16 +25,6 @@ GROUPS = ("world", "duplicate", "half", "reversed")
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run the body of a test on every rank, where these are threads."""
     return call_on_threads(pyfuncitem)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """pytest-mpi starts MPI long before `mpisgd.init()` could set its defaults.
-
-    And what is tested must not depend on what someone has measured on this machine.
-    """
-    if config.getoption("--with-mpi"):
-        set_mpi_defaults()
-        os.environ["MPISGD_PROFILE"] = mpisgd_config.BUILT_IN_PROFILE
 
 
 @pytest.hookimpl(wrapper=True)
