@@ -45,6 +45,7 @@ __all__ = [
     "has_rebuilt",
     "mean_of",
     "names_of",
+    "names_of_parts",
     "own",
     "own_of",
     "part",
@@ -182,6 +183,11 @@ def names_of(state: Any) -> set[str]:
     return {each.name for each, _ in _declared(state)} if state is not None else set()
 
 
+def names_of_parts(state: Any) -> set[str]:
+    """Return the names of the fields that are parts; of a dataclass, or of an object of one."""
+    return {each.name for each, owner in _declared(state) if owner == "part"} if state is not None else set()
+
+
 def begins_of(state: Any) -> dict[str, str]:
     """Return what entries of parameters begin as, by field, where that is declared.
 
@@ -238,8 +244,7 @@ def parts_of(state: Any, kind: type[T]) -> Iterable[T]:
 
 
 def _parts(state: Any, kind: type[T]) -> dict[str, T]:
-    declared = _declared(state) if state is not None else ()
-    parts = {each.name: getattr(state, each.name) for each, owner in declared if owner == "part"}
+    parts = {name: getattr(state, name) for name in names_of_parts(state)}
     return {name: value for name, value in parts.items() if isinstance(value, kind)}
 
 

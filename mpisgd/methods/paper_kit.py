@@ -1,43 +1,34 @@
-"""What papers are written with: vectors by name, the world that a step sees, and error feedback.
+"""What papers are written with: vectors by name, the world that a step sees, and sums over ranks.
 
 A `paper.py` is an algorithm as it was published, with all ranks in one process: it imports torch and this
-module alone, and is pure: what it keeps goes in and comes out. `verification.paper_run` trains by it.
+module alone (and `compression_kit`, if it compresses), and is pure: what it keeps goes in and comes out.
+`verification.paper_run` trains by it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mpisgd.method_state import COPY, alike, begins_of, own, part
+from mpisgd.method_state import COPY, alike, begins_of, names_of_parts, own, part
 
 __all__ = [
-    "CompressedMomentum",
-    "Compressor",
     "Draws",
-    "Errors",
     "Event",
-    "Moments",
     "Paper",
-    "Residual",
     "Slice",
-    "TwoStepCompressor",
     "Vec",
     "Vecs",
     "World",
     "alike",
-    "compressed",
     "evenly",
     "everyone",
     "filled",
-    "largest",
     "mean",
     "own",
     "part",
     "sent",
-    "signs",
     "total",
     "weighted",
 ]
@@ -206,11 +197,15 @@ class Paper(Generic[S]):
     chooses: ClassVar[bool] = False
 
     def start(self, x: Vecs, w: World) -> S:
-        """Return what is kept before the first step; by default what the marks of `keeps` say, or nothing."""
+        """Return what is kept before the first step; by default what the marks of `keeps` say, or nothing.
+
+        Copies begin as the parameters of the first rank, and a part as what the wire keeps.
+        """
         if self.keeps is None:
             return None  # type: ignore[return-value]  # S is None
         copies = {name: x[w.ranks[0]] for name, what in begins_of(self.keeps).items() if what == COPY}
-        kept: S = self.keeps(**copies)
+        wires = {name: w.wire.start(x, w) for name in names_of_parts(self.keeps)}
+        kept: S = self.keeps(**copies, **wires)
         return kept
 
     def reduce(self, s: S, g: Vecs, w: World) -> tuple[S, Vecs]:
@@ -273,181 +268,3 @@ def sent(kept: Any, v: Vecs, w: World, n: Mapping[int, float] | None = None) -> 
 def evenly(w: World) -> World:
     """Return the world in which all ranks count alike."""
     return w._replace(weight=dict.fromkeys(w.ranks, 1))
-
-
-# --- of a parameter -----------------------------------------------------------------------------------
-
-
-def largest(v: Tensor, ratio: float) -> Tensor:
-    """Return v with zeros in place of all but the k = max(1, ratio n) largest of its n elements."""
-    k = max(1, round(ratio * v.numel()))
-    chosen = v.flatten().abs().argsort(descending=True, stable=True)[:k]
-    kept = torch.zeros_like(v).flatten()
-    kept[chosen] = v.flatten()[chosen]
-    return kept.view(v.shape)
-
-
-def signs(v: Tensor) -> Tensor:
-    """Return signs times the mean magnitude, |v|_1 / d sign(v) of d elements; the sign of 0 is 1."""
-    return v.abs().mean() * (2.0 * (v >= 0) - 1.0).to(v.dtype) if v.numel() else v
-
-
-# --- error feedback -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Residual:
-    """What a compressor keeps.
-
-    Attributes:
-        e: what a rank has not sent yet.
-        k: how many reductions there were; random numbers differ by it.
-    """
-
-    e: Vecs = own(default_factory=dict)
-    k: int = alike(0)
-
-
-def compressed(s: Residual, g: Vecs, w: World, send: Callable[[int, Vec], Vec]) -> tuple[Residual, Vecs]:
-    """Return what each rank sends, with error feedback (Seide 2014; Vogels 2019, algorithm 2).
-
-        m_i = g_i + e_i;   s_i = C(m_i);   e_i = m_i - s_i
-
-    The learning rate comes after it. Stich 2018 and Karimireddy 2019 have it before, in the residual: that is
-    the same while it does not change.
-    """
-    m = {i: (g[i] + s.e[i]).only(g[i]) for i in w.ranks}
-    sent = {i: send(i, m[i]) for i in w.ranks}
-    e = {i: Vec({**s.e[i], **(m[i] - sent[i])}) for i in w.ranks}
-    return Residual(e, s.k + 1), sent
-
-
-@dataclass(frozen=True)
-class Compressor(Paper[Residual]):
-    """What has an operator C: all ranks get the mean of C(g_i), or of C(g_i + e_i) with error feedback.
-
-    Attributes:
-        feedback: whether what C leaves out is added to the next gradient.
-    """
-
-    feedback: bool = True
-
-    def C(self, v: Vec, w: World, draw: Draws) -> Vec:
-        """Return what arrives where a rank sends v."""
-        raise NotImplementedError
-
-    def start(self, x: Vecs, w: World) -> Residual:
-        """See `Paper`."""
-        return Residual({i: Vec() for i in w.ranks})
-
-    def reduce(self, s: Residual, g: Vecs, w: World) -> tuple[Residual, Vecs]:
-        """See `Paper`."""
-        place = {i: number for number, i in enumerate(w.ranks)}
-        kept, sent = compressed(s, filled(g), w, lambda i, v: self.C(v, w, self.drawn(s.k, place[i], w)))
-        g_mean = mean(sent, w)
-        return kept if self.feedback else Residual(s.e, s.k + 1), dict.fromkeys(w.ranks, g_mean)
-
-    def drawn(self, k: int, place: int, w: World) -> Draws:
-        """Return the random numbers of a rank in reduction k: its own."""
-        return w.draw(k, place)
-
-
-@dataclass(frozen=True)
-class Errors:
-    """What a two-step compressor keeps: what ranks have left out, and what owners of chunks have."""
-
-    e: Vecs = own(default_factory=dict)
-    d: Vecs = own(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TwoStepCompressor(Paper[Errors]):
-    """What has an operator on pieces of parameters: ranks send to the owners of chunks, and these to all.
-
-    Tang et al. 2019, "DoubleSqueeze"; `w.layout` has the pieces in each owner's chunk. One rank alone sends
-    nothing.
-
-        s_i = C(g_i + e_i);    e_i <- g_i + e_i - s_i     what a rank leaves out
-        y   = mean of s_i + d;   d <- y - C(y)            what owners leave out, each of its chunk
-        g  <- C(y)
-
-    Attributes:
-        feedback: whether what is left out is added to the next gradient; else e and d stay 0.
-    """
-
-    of_chunks = of_buckets = of_memory = True
-
-    feedback: bool = True
-
-    def of_piece(self, v: Tensor) -> Tensor:
-        """Return what arrives of a piece."""
-        raise NotImplementedError
-
-    def start(self, x: Vecs, w: World) -> Errors:
-        """See `Paper`."""
-        return Errors(everyone(Vec(), w), everyone(Vec(), w))
-
-    def reduce(self, s: Errors, g: Vecs, w: World) -> tuple[Errors, Vecs]:
-        """See `Paper`."""
-        if len(w.ranks) == 1:
-            return s, g
-        m = {i: g_i + s.e[i].only(g_i) for i, g_i in filled(g).items()}
-        sent = {i: self.C(m_i, w) for i, m_i in m.items()}
-        e, d = {i: s.e[i] | (m[i] - sent[i]) for i in w.ranks}, s.d[w.ranks[0]]
-        y = mean(sent, w) + d.only(m[w.ranks[0]])
-        v = self.C(y, w)
-        return Errors(e, everyone(d | (y - v), w)) if self.feedback else s, everyone(v, w)
-
-    def C(self, v: Vec, w: World) -> Vec:
-        """Return what arrives of v."""
-        out = v.each(lambda tensor: torch.zeros(tensor.numel(), dtype=tensor.dtype))
-        for name, begin, end in (piece for chunk in w.layout for piece in chunk if piece.name in v):
-            out[name][begin:end] = self.of_piece(v[name].flatten()[begin:end])
-        return Vec({name: tensor.view(v[name].shape) for name, tensor in out.items()})
-
-
-# --- momentum by fewer bits ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Moments:
-    """What is kept of gradients: momentum and variance, which all ranks have, and the errors of the wire."""
-
-    m: Vec = alike(default_factory=Vec)
-    v: Vec = alike(default_factory=Vec)
-    wire: Any = part(lambda: None)
-
-
-M = TypeVar("M", bound=Moments)
-
-
-@dataclass(frozen=True)
-class CompressedMomentum(Paper[M]):
-    """Updates by itself: by Adam's moments for T steps, and then by a momentum that `w.wire` averages.
-
-    The gradients that the ranks have stay their own until then. lr is a function of the step.
-    """
-
-    depends_on = ("two_step",)
-
-    T: int
-    lr: Callable[[int], float]
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    decay: float = 0.0
-
-    def moments(self, s: M, g: Vecs, w: World) -> M:
-        """Return the moments of this step (Kingma and Ba 2015; Tang et al. 2021, algorithm 1).
-
-            t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
-            t > T:    m <- average of b1 m + (1 - b1) g_i
-
-        Where v is 0 so is m: there was no gradient, and what comes is noise of the compression.
-        """
-        g, b1, b2 = filled(g), self.b1, self.b2
-        if w.step <= self.T:
-            g_mean = mean(g, w)
-            return replace(s, m=b1 * s.m + (1 - b1) * g_mean, v=b2 * s.v + (1 - b2) * (g_mean * g_mean))
-        wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
-        return replace(s, m=averaged[w.ranks[0]] * s.v.nonzero(), wire=wire)

@@ -24,7 +24,14 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (".git", ".venv", "runs", "site", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
 PATIENCE_S = 3600.0  # for a check without a fault
 LONGEST, PAUSE_S = 4.0, 30.0  # a check that takes so many times as long, and so much more, hangs
-DERIVED = ("paper.py", "paper_kit.py", "cost.py", "cost_kit.py")  # what methods are compared with
+DERIVED = (
+    "paper.py",
+    "paper_kit.py",
+    "compression_kit.py",
+    "cost.py",
+    "cost_kit.py",
+    "model_sizes.py",
+)  # what methods are compared with
 
 
 def draw(rooms: list[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import TwoStepCompressor
+from mpisgd.methods.compression_kit import TwoStepCompressor
 
 __all__ = ["BlockQuantized"]
 

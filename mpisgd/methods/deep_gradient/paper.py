@@ -16,7 +16,8 @@ In the first T steps k / n falls exponentially, from r_0 to r (warm-up).
 import math
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, filled, largest, mean, own
+from mpisgd.methods.compression_kit import largest
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, filled, mean, own
 
 __all__ = ["DeepGradient", "State"]
 

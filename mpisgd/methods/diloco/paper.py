@@ -24,7 +24,7 @@ __all__ = ["DiLoCo", "State"]
 class State:
     """What is kept, by the symbols above; D: of what was not applied yet, n: by parameter."""
 
-    theta: Vec = alike(default_factory=Vec)
+    theta: Vec = alike(default_factory=Vec, begin="copy")
     v: Vec = alike(default_factory=Vec)
     D: Vec = alike(default_factory=Vec)
     n: dict[int, dict[str, float]] = own(default_factory=dict)
@@ -35,6 +35,7 @@ class State:
 class DiLoCo(Paper[State]):
     """Fragments are the names of their parameters; by default there is one, of all."""
 
+    keeps = State
     depends_on = ("slow_mo",)
     weighs = True
 
@@ -45,9 +46,6 @@ class DiLoCo(Paper[State]):
     fragments: tuple[tuple[str, ...], ...] = ()
     tau: int = 0
     alpha: float = 0.0
-
-    def start(self, x: Vecs, w: World) -> State:
-        return State(theta=x[w.ranks[0]], wire=w.wire.start(x, w))
 
     def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         s = replace(s, n={i: {f: s.n.get(i, {}).get(f, 0) + w.weight[i] for f in s.theta} for i in w.ranks})

@@ -29,7 +29,7 @@ __all__ = ["ElasticAveraging", "State"]
 class State:
     """What is kept: the centre; with error feedback what has arrived of the mean, and x_i as it was then."""
 
-    z: Vec = alike(default_factory=Vec)
+    z: Vec = alike(default_factory=Vec, begin="copy")
     m: Vec = alike(default_factory=Vec)
     last: Vecs = own(default_factory=dict, lost="rebuild")
     wire: Any = part(lambda: None)
@@ -39,11 +39,10 @@ class State:
 class ElasticAveraging(Paper[State]):
     """Alpha is beta / p."""
 
+    keeps = State
+
     beta: float = 0.9
     tau: int = 1
-
-    def start(self, x: Vecs, w: World) -> State:
-        return State(z=x[w.ranks[0]], wire=w.wire.start(x, w))
 
     def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step % self.tau:

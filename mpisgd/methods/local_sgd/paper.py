@@ -29,7 +29,7 @@ class State:
     since: int = alike(0)  # steps since the last mean
     H: int = alike(1)  # of the next one
     n: dict[int, float] = own(default_factory=dict)
-    y: Vec = alike(default_factory=Vec)
+    y: Vec = alike(default_factory=Vec, begin="copy")
     wire: Any = part(lambda: None)
     warmup: Any = part(lambda: None)
 
@@ -38,6 +38,7 @@ class State:
 class LocalSGD(Paper[State]):
     """H is multiplied by `growth` after each mean, up to `H_max`."""
 
+    keeps = State
     weighs = True
 
     H: int
@@ -48,8 +49,7 @@ class LocalSGD(Paper[State]):
     averages_state: bool = False
 
     def start(self, x: Vecs, w: World) -> State:
-        wire = w.wire.start(x, w)
-        return State(H=self.H, y=x[w.ranks[0]], wire=wire, warmup=wire)
+        return replace(super().start(x, w), H=self.H)
 
     def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step > self.warmup:

@@ -8,7 +8,8 @@ Schemes", algorithm 1, with the mean over the ranks.
 
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Compressor, Draws, Vec, World, signs
+from mpisgd.methods.compression_kit import Compressor, signs
+from mpisgd.methods.paper_kit import Draws, Vec, World
 
 __all__ = ["OneBit"]
 

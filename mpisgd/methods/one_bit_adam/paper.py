@@ -11,7 +11,8 @@ lr is a function of t; decay is AdamW's (Loshchilov and Hutter 2019). Where v is
 no gradient, and what comes is noise of the compression.
 """
 
-from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vecs, World
+from mpisgd.methods.compression_kit import CompressedMomentum, Moments, root
+from mpisgd.methods.paper_kit import Vecs, World
 
 __all__ = ["OneBitAdam"]
 
@@ -19,11 +20,8 @@ __all__ = ["OneBitAdam"]
 class OneBitAdam(CompressedMomentum[Moments]):
     """See above."""
 
-    def start(self, x: Vecs, w: World) -> Moments:
-        return Moments(wire=w.wire.start(x, w))
-
     def update(self, s: Moments, x: Vecs, g: Vecs, w: World) -> tuple[Moments, Vecs]:
         s, t = self.moments(s, g, w), w.step
         corrected = s.v / (1 - self.b2 ** min(t, self.T))
-        step = s.m / corrected.each(lambda v: v.sqrt() + self.eps) * (self.lr(t) / (1 - self.b1**t))
+        step = s.m / root(corrected, self.eps) * (self.lr(t) / (1 - self.b1**t))
         return s, {i: (1 - self.lr(t) * self.decay) * x[i] - step for i in w.ranks}

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import CompressedMomentum, Moments, Vec, Vecs, World, alike, everyone
+from mpisgd.methods.compression_kit import CompressedMomentum, Moments, root
+from mpisgd.methods.paper_kit import Vec, Vecs, World, alike, everyone
 
 __all__ = ["OneBitLamb", "State"]
 
@@ -38,37 +39,34 @@ class State(Moments):
 class OneBitLamb(CompressedMomentum[State]):
     """See above."""
 
+    keeps = State
+
     b3: float = 0.9
     q: float = 0.1
     c_limits: tuple[float, float] = (0.01, 10.0)
     r_limits: tuple[float, float] = (0.5, 4.0)
 
-    def start(self, x: Vecs, w: World) -> State:
-        return State(wire=w.wire.start(x, w))
-
     def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
         y, m, s = x[w.ranks[0]], s.m, self.moments(s, g, w)
-        d = s.m / s.v.each(self._s)
+        d = s.m / root(s.v, self.eps)
         u = d + self.decay * y.only(s.m)
         if w.step <= self.T:
             k = Vec({name: self._c(y[name], u[name]) for name in u})
             a = self.b3 * s.a + (1 - self.b3) * k if s.a else k
             s = replace(s, f=s.v, a=a, r=k.each(torch.ones_like))
         else:
-            fresh = (s.m - self.b1 * m) / (1 - self.b1)
-            s = replace(s, f=self.b2 * s.f + (1 - self.b2) * (fresh * fresh))
-            s = replace(s, r=Vec({name: self._r(s, d[name], u[name], name) for name in u}))
+            g_new = (s.m - self.b1 * m) / (1 - self.b1)
+            s = replace(s, f=self.b2 * s.f + (1 - self.b2) * (g_new * g_new))
+            most = (root(s.v, self.eps) / root(s.f, self.eps)).each(torch.max)
+            s = replace(s, r=Vec({name: self._r(s.r[name], most[name], d[name], u[name]) for name in u}))
             k = s.r * s.a
         return s, everyone(y - self.lr(w.step) * (k * u), w)
-
-    def _s(self, v: Tensor) -> Tensor:
-        return v.sqrt() + self.eps
 
     def _c(self, x: Tensor, u: Tensor) -> Tensor:
         c = (x.norm() / u.norm()).clamp(*self.c_limits)
         return c if x.any() and u.any() else torch.ones_like(c)
 
-    def _r(self, s: State, d: Tensor, u: Tensor, name: str) -> Tensor:
+    def _r(self, last: Tensor, most: Tensor, d: Tensor, u: Tensor) -> Tensor:
         h: Tensor = (d.norm() / u.norm()).nan_to_num(1.0).clamp(max=1.0)
-        r = h * (self._s(s.v[name]) / self._s(s.f[name])).max() + 1 - h
-        return r.clamp(*self.r_limits).clamp(s.r[name] * (1 - self.q), s.r[name] * (1 + self.q))
+        r = (h * most + 1 - h).clamp(*self.r_limits)
+        return r.clamp(last * (1 - self.q), last * (1 + self.q))

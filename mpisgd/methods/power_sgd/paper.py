@@ -15,9 +15,9 @@ times `least` is not less than n m. The paper has no T, and feedback always.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from mpisgd.methods.compression_kit import orthonormal
 from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, filled, mean, own
 
 __all__ = ["PowerSGD", "State"]
@@ -64,15 +64,3 @@ class PowerSGD(Paper[State]):
         n, m = (len(t), t[0].numel()) if t.dim() > 1 and t.numel() else (0, 0)
         r = min(self.r, n, m)
         return r if n * m > self.least * r * (n + m) else 0
-
-
-def orthonormal(P: Tensor) -> Tensor:
-    """Gram and Schmidt, twice over; of zeros the first unit vectors, with which the next Q is found again."""
-    if not P.any():
-        return torch.eye(*P.shape, dtype=P.dtype)
-    columns: list[Tensor] = []
-    for column in P.T:
-        for other in columns * 2:
-            column = column - (other @ column) * other
-        columns.append(column / column.norm())
-    return torch.stack(columns, dim=1)

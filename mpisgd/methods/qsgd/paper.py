@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Compressor, Draws, Vec, World
+from mpisgd.methods.compression_kit import Compressor
+from mpisgd.methods.paper_kit import Draws, Vec, World
 
 __all__ = ["QSGD", "rounded"]
 

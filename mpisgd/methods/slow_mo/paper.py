@@ -22,7 +22,7 @@ __all__ = ["SlowMo", "State"]
 class State:
     """What is kept."""
 
-    y: Vec = alike(default_factory=Vec)
+    y: Vec = alike(default_factory=Vec, begin="copy")
     u: Vec = alike(default_factory=Vec)
     wire: Any = part(lambda: None)
 
@@ -31,13 +31,12 @@ class State:
 class SlowMo(Paper[State]):
     """The slow momentum and the slow learning rate."""
 
+    keeps = State
+
     tau: int
     gamma: float
     beta: float
     alpha: float = 1.0
-
-    def start(self, x: Vecs, w: World) -> State:
-        return State(y=x[w.ranks[0]], wire=w.wire.start(x, w))
 
     def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step % self.tau:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Compressor, Draws, Vec, World
+from mpisgd.methods.compression_kit import Compressor
+from mpisgd.methods.paper_kit import Draws, Vec, World
 
 __all__ = ["TernGrad"]
 

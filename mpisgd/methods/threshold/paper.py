@@ -9,7 +9,8 @@ Neural Networks".
 
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Compressor, Draws, Vec, World
+from mpisgd.methods.compression_kit import Compressor
+from mpisgd.methods.paper_kit import Draws, Vec, World
 
 __all__ = ["Threshold"]
 

@@ -10,7 +10,7 @@ Tang et al. 2021, "1-bit Adam", section 5 and algorithm 1. n ranks; v_i is what 
 
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import TwoStepCompressor, signs
+from mpisgd.methods.compression_kit import TwoStepCompressor, signs
 
 __all__ = ["TwoStep"]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mpisgd.methods.compression_kit import root
 from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, filled, mean, own, part, sent
 
 __all__ = ["State", "ZeroOneAdam"]
@@ -27,7 +28,7 @@ __all__ = ["State", "ZeroOneAdam"]
 class State:
     """What is kept, by the symbols above; y are the parameters at the last meeting."""
 
-    y: Vec = alike(default_factory=Vec)
+    y: Vec = alike(default_factory=Vec, begin="copy")
     m: Vecs = own(default_factory=dict)
     u: Vecs = own(default_factory=dict)
     v: Vec = alike(default_factory=Vec)
@@ -40,6 +41,7 @@ class State:
 class ZeroOneAdam(Paper[State]):
     """Updates by itself."""
 
+    keeps = State
     depends_on = ("two_step",)
 
     T_v: Container[int]
@@ -50,8 +52,7 @@ class ZeroOneAdam(Paper[State]):
     eps: float = 1e-8
 
     def start(self, x: Vecs, w: World) -> State:
-        zero = everyone(Vec(), w)
-        return State(x[w.ranks[0]], zero, zero, wire=w.wire.start(x, w))
+        return replace(super().start(x, w), m=everyone(Vec(), w), u=everyone(Vec(), w))
 
     def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
         g, r_t, b1, b2 = filled(g), self.lr(w.step) / (1 - self.b1**w.step), self.b1, self.b2
@@ -60,7 +61,7 @@ class ZeroOneAdam(Paper[State]):
             g, v = everyone(g_mean, w), b2 * s.v + (1 - b2) * (g_mean * g_mean)
             s = replace(s, m=everyone(m_mean, w), v=v, j=s.j + 1)
         m = {i: (b1 * s.m[i] + (1 - b1) * g[i]) * s.v.nonzero() for i in w.ranks}
-        D = (s.v / (1 - b2**s.j)).each(lambda v: v.sqrt() + self.eps)
+        D = root(s.v / (1 - b2**s.j), self.eps)
         x = {i: x[i] - r_t * m[i] / D for i in w.ranks}
         if w.step in self.T_v:
             return replace(s, m=m, y=x[w.ranks[0]]), x

@@ -14,9 +14,10 @@ from torch import Tensor
 import mpisgd
 from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
 from mpisgd.methods.adasum.paper import Adasum
+from mpisgd.methods.compression_kit import Compressor
 from mpisgd.methods.diloco import paper as diloco
 from mpisgd.methods.gossip.ad_psgd.paper import ADPSGD
-from mpisgd.methods.paper_kit import Compressor, Event, Vec
+from mpisgd.methods.paper_kit import Event, Vec
 from mpisgd.methods.parameter_server.paper import ParameterServer
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.paper_run import Definition

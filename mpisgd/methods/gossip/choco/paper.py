@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpisgd.methods.paper_kit import Compressor, Paper, Vecs, World, own, total
+from mpisgd.methods.compression_kit import Compressor
+from mpisgd.methods.paper_kit import Paper, Vecs, World, own, total
 
 __all__ = ["Choco", "State"]
 
