@@ -171,6 +171,7 @@ class Paper(Generic[S]):
 
     Attributes:
         keeps: S, where its marks say what is kept before the first step; None: `start` does.
+        consensus: the field of S that is the model which other ranks go on from; "": the mean of x.
         leaves_frozen: whether x lacks parameters that are frozen now; only the optimizer changes them then.
         weighs: whether it looks at `World.weight` itself; else it is given `weighted` gradients.
         depends_on: folders of other papers, to be read with this one.
@@ -186,6 +187,7 @@ class Paper(Generic[S]):
     """
 
     keeps: ClassVar[type | None] = None
+    consensus: ClassVar[str] = ""
     leaves_frozen: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     depends_on: ClassVar[tuple[str, ...]] = ()

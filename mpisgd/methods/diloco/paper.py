@@ -36,6 +36,7 @@ class DiLoCo(Paper[State]):
     """Fragments are the names of their parameters; by default there is one, of all."""
 
     keeps = State
+    consensus = "theta"
     depends_on = ("slow_mo",)
     weighs = True
 

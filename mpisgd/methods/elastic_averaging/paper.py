@@ -40,6 +40,7 @@ class ElasticAveraging(Paper[State]):
     """Alpha is beta / p."""
 
     keeps = State
+    consensus = "z"
 
     beta: float = 0.9
     tau: int = 1

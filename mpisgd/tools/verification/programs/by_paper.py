@@ -219,9 +219,8 @@ class ByPaper:
         self._go_on(before)
 
     def _consensus(self, part: _Part, run: PaperRun) -> dict[str, Tensor]:
-        for name in ("theta", "z"):
-            if common := getattr(run.state, name, None):
-                return dict(common)
+        if run.paper.consensus and (common := getattr(run.state, run.paper.consensus)):
+            return dict(common)
         ranks = list(part.params.values())
         if not self._is_local:  # all ranks have the same, and a mean of three of them would be rounded
             return dict(ranks[0])
