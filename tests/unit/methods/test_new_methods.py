@@ -71,19 +71,29 @@ def cost(method: MeanEvery, sizes: Sizes, world: World, step: int) -> Iterator[O
         yield from mean_of_parameters(sizes, world, step)
 '''
 STRATEGY_PAPER = '''
-"""x_i <- mean of all x_j after every k-th step."""
+"""x_i <- z <- mean of all x_j after every k-th step."""
 
 from dataclasses import dataclass
 
-from mpisgd.methods.paper_kit import Paper, Vecs, World, everyone, mean
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, mean
 
 
 @dataclass(frozen=True)
-class MeanEvery(Paper[None]):
+class State:
+    z: Vec = alike(default_factory=Vec, begin="copy")
+
+
+@dataclass(frozen=True)
+class MeanEvery(Paper[State]):
+    keeps = State  # z is no consensus, whatever it is called: it is older than the parameters
+
     k: int
 
-    def after(self, s: None, x: Vecs, w: World) -> tuple[None, Vecs]:
-        return s, x if w.step % self.k else everyone(mean(x, w), w)
+    def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
+        if w.step % self.k:
+            return s, x
+        z = mean(x, w)
+        return State(z), everyone(z, w)
 '''
 COMPRESSOR = '''
 """Elements are cut to a limit before their mean is taken."""
