@@ -374,7 +374,7 @@ class Pipeline:
             raise
         except Exception as exc:
             action = self._worker.action
-            where = "" if action is None else f", {_described(action)}"
+            where = "" if action is None else f", {action.described}"
             rank = self._group.ranks[self._group.rank]
             text = f"pipeline: rank {rank}{where}: {type(exc).__name__}: {str(exc)[:MOST_TEXT]}"
             self._messages.tell_failure(text)
@@ -386,13 +386,6 @@ class Pipeline:
         self._unusable = PipelineFailed(f"pipeline: of no use any more: {text}")
         self._group.queue.broken = self._group.queue.broken or PipelineFailed(str(error))
         close_group(self._group)
-
-
-def _described(action: Action) -> str:
-    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
-    name = names.get(action.kind, action.kind.name.lower())
-    of = f" of micro-batch {action.micro_batch}" if action.micro_batch >= 0 else ""
-    return f"stage {action.stage}, {name}{of}"
 
 
 def _forward_actions(shape: PipelineShape, rank: int) -> list[Action]:

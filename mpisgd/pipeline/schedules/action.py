@@ -54,6 +54,14 @@ class Action(NamedTuple):
     peer: int = -1
     keep_from: int = 0
 
+    @property
+    def described(self) -> str:
+        """What it does, in the words of an error."""
+        names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+        name = names.get(self.kind, self.kind.name.lower())
+        of = f" of micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
+        return f"stage {self.stage}, {name}{of}"
+
     def __str__(self) -> str:
         text = f"{self.kind.value}{self.stage}"
         if self.micro_batch >= 0:

@@ -10,10 +10,22 @@ A situation changes the program and not the method, so that several can be put o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from mpisgd.tools.verification.program_changes import (
+    Change,
+    after_step,
+    among_several,
+    before_steps,
+    change_backward,
+    each_event,
+    of_dense,
+    with_layer,
+    with_optimizer,
+    with_option,
+)
 from mpisgd.tools.verification.programs.program import (
     AddGroup,
     Backward,
@@ -44,8 +56,6 @@ __all__ = ["SITUATIONS", "Situation", "compose", "plain_program"]
 STEPS = 5
 SHAPES = ((3,), (2, 5), (7,))
 SPARSE = Optimizer(settings=(("lr", 0.25),))  # torch's momentum takes no sparse gradients
-
-Change = Callable[[Program], Program | None]
 
 
 class Situation(NamedTuple):
@@ -102,87 +112,6 @@ def _numbered(program: Program) -> Program:
     return replace(program, events=tuple(events))
 
 
-# -- what changes are made of -------------------------------------------------------------------------
-
-
-def _after_step(program: Program, number: int, *events: Event) -> Program:
-    """Return the program in which something happens after one of its steps, numbered from 0."""
-    place = [i for i, event in enumerate(program.events) if isinstance(event, Step)][number] + 1
-    return replace(program, events=(*program.events[:place], *events, *program.events[place:]))
-
-
-def _each(program: Program, kind: type, change: Callable[[Event], Sequence[Event]]) -> Program:
-    """Return the program in which each event of a kind has become others."""
-    changed = [change(event) if isinstance(event, kind) else (event,) for event in program.events]
-    return replace(program, events=tuple(event for events in changed for event in events))
-
-
-def _before_steps(*events: Event) -> Change:
-    return lambda program: _each(program, Step, lambda step: (*events, step))
-
-
-def _backward(number: int, change: Callable[[Backward, Program], Event | None]) -> Change:
-    """Change one of the backward passes, numbered from 0; None takes it away."""
-
-    def changed(program: Program) -> Program | None:
-        events = list(program.events)
-        places = [i for i, event in enumerate(events) if isinstance(event, Backward) and not event.no_sync]
-        if len(places) <= number:
-            return None
-        backward = events[places[number]]
-        assert isinstance(backward, Backward)
-        other = change(backward, program)
-        events[places[number] : places[number] + 1] = [] if other is None else [other]
-        return replace(program, events=tuple(events))
-
-    return changed
-
-
-def _with_layer(layer: Layer, *, of_optimizer: bool = True) -> Change:
-    def changed(program: Program) -> Program:
-        place = len(program.layers)
-        first, *others = program.optimizers
-        if of_optimizer:
-            first = replace(first, layers=(*first.layers, place))
-        return replace(program, layers=(*program.layers, layer), optimizers=(first, *others))
-
-    return changed
-
-
-def _with_option(name: str, text: str) -> Change:
-    """Ask each optimizer for an option; None where it has this option already."""
-
-    def changed(program: Program) -> Program | None:
-        if any(optimizer.option(name) for optimizer in program.optimizers):
-            return None
-        asked = [replace(each, options=(*each.options, (name, text))) for each in program.optimizers]
-        return replace(program, optimizers=tuple(asked))
-
-    return changed
-
-
-def _with_optimizer(name: str, **settings: object) -> Change:
-    """Train by another optimizer, whose steps are not exact."""
-
-    def changed(program: Program) -> Program | None:
-        if any(each.name != "SGD" for each in program.optimizers):
-            return None
-        others = [replace(each, name=name, settings=tuple(settings.items())) for each in program.optimizers]
-        return replace(program, optimizers=tuple(others), exact=False)
-
-    return changed
-
-
-def _among_several(change: Change) -> Change:
-    """Only where there is more than one rank."""
-    return lambda program: change(program) if program.ranks > 1 else None
-
-
-def _of_dense(change: Change) -> Change:
-    """Only where all gradients are dense: torch clips no others."""
-    return lambda p: None if any("sparse" in layer.kind for layer in p.layers) else change(p)
-
-
 # -- the changes that need more than one line ---------------------------------------------------------
 
 
@@ -207,21 +136,21 @@ def _sparse(program: Program) -> Program | None:
     if any(optimizer.name != "SGD" for optimizer in program.optimizers):
         return None
     plain = tuple(replace(each, settings=SPARSE.settings) for each in program.optimizers)
-    return _with_layer(Layer("sparse", (5, 2)))(replace(program, optimizers=plain))
+    return with_layer(Layer("sparse", (5, 2)))(replace(program, optimizers=plain))
 
 
 def _windows(program: Program) -> Program | None:
     if any(optimizer.option("backward_passes_per_step") for optimizer in program.optimizers):
         return None
-    doubled = _each(program, Backward, lambda backward: (backward, backward))
-    return _with_option("backward_passes_per_step", "2")(doubled)
+    doubled = each_event(program, Backward, lambda backward: (backward, backward))
+    return with_option("backward_passes_per_step", "2")(doubled)
 
 
 def _partial_window(program: Program) -> Program | None:
     if any(optimizer.passes < 2 for optimizer in program.optimizers):
         windows = _windows(program)
         return None if windows is None else _partial_window(windows)
-    return _backward(3, lambda backward, program: None)(program)
+    return change_backward(3, lambda backward, program: None)(program)
 
 
 def _accumulated(program: Program) -> Program:
@@ -229,34 +158,34 @@ def _accumulated(program: Program) -> Program:
         assert isinstance(event, Backward)
         return replace(event, no_sync=True), event
 
-    return _each(program, Backward, twice)
+    return each_event(program, Backward, twice)
 
 
 def _closures(program: Program) -> Program:
     without = replace(program, events=tuple(e for e in program.events if not isinstance(e, Backward)))
-    return _each(without, Step, lambda step: (Step((1,)),))
+    return each_event(without, Step, lambda step: (Step((1,)),))
 
 
 def _clipped(program: Program) -> Program:
     norm = float("inf") if program.exact else 2.0  # that of the largest element is not rounded
-    return _each(program, Step, lambda step: (Clip(0.5, norm), step))
+    return each_event(program, Step, lambda step: (Clip(0.5, norm), step))
 
 
 def _clipped_by_torch(program: Program) -> Program:
     norm = float("inf") if program.exact else 2.0
-    return _each(program, Step, lambda step: (Clip(0.5, norm, by_torch=True), step))
+    return each_event(program, Step, lambda step: (Clip(0.5, norm, by_torch=True), step))
 
 
 def _frozen_later(program: Program) -> Program:
-    thawed = _after_step(program, 2, SetFrozen(2, frozen=False))
-    return _after_step(thawed, 0, SetFrozen(2))
+    thawed = after_step(program, 2, SetFrozen(2, frozen=False))
+    return after_step(thawed, 0, SetFrozen(2))
 
 
 def _added_group(program: Program) -> Program:
     place = len(program.layers)
-    with_layer = _with_layer(Layer(shape=(4,)), of_optimizer=False)(program)
-    assert with_layer is not None
-    return _after_step(with_layer, 1, AddGroup(place))
+    longer = with_layer(Layer(shape=(4,)), of_optimizer=False)(program)
+    assert longer is not None
+    return after_step(longer, 1, AddGroup(place))
 
 
 def _loses(waits: int) -> Change:
@@ -280,18 +209,18 @@ def _scaled(program: Program) -> Program | None:
     def overflows(backward: Backward, program: Program) -> Event:
         return replace(backward, overflow=(program.ranks - 1,))
 
-    return _backward(1, overflows)(replace(program, scaler=True))
+    return change_backward(1, overflows)(replace(program, scaler=True))
 
 
 def _converted(program: Program) -> Program:
     place = len(program.layers)
-    with_layer = _with_layer(Layer(shape=(2, 3, 2, 2)))(program)
-    assert with_layer is not None
-    return _after_step(with_layer, 1, Convert(place, channels_last=True))
+    longer = with_layer(Layer(shape=(2, 3, 2, 2)))(program)
+    assert longer is not None
+    return after_step(longer, 1, Convert(place, channels_last=True))
 
 
 def _half(program: Program) -> Program | None:
-    return _with_layer(Layer(shape=(6,), dtype="bfloat16"))(program) if program.exact else None
+    return with_layer(Layer(shape=(6,), dtype="bfloat16"))(program) if program.exact else None
 
 
 def _two_rates(program: Program) -> Program:
@@ -304,12 +233,12 @@ def _skip_of_the_last(backward: Backward, program: Program) -> Event:
 
 
 def _fewer(program: Program) -> Program:
-    return _after_step(program, 1, Reload(ranks=program.ranks - 1))
+    return after_step(program, 1, Reload(ranks=program.ranks - 1))
 
 
 def _fewer_and_more(program: Program) -> Program:
-    more = _after_step(program, 2, Reload(ranks=program.ranks))
-    return _after_step(more, 0, Reload(ranks=program.ranks - 1))
+    more = after_step(program, 2, Reload(ranks=program.ranks))
+    return after_step(more, 0, Reload(ranks=program.ranks - 1))
 
 
 def _uneven(program: Program) -> Program | None:
@@ -335,70 +264,82 @@ def _table() -> dict[str, Situation]:
         # what the optimizers are
         ("two optimizers, a half each", "optimizers", _two_halves),
         ("two optimizers of the same", "optimizers state", _same_twice),
-        ("Adam", "state", _with_optimizer("Adam", lr=0.01, weight_decay=0.01)),
-        ("fused AdamW", "state", _with_optimizer("AdamW", lr=0.01, fused=True)),
-        ("Muon and AdamW", "state parameters", _with_optimizer("MuonWithAdamW", lr=0.05)),
+        ("Adam", "state", with_optimizer("Adam", lr=0.01, weight_decay=0.01)),
+        ("fused AdamW", "state", with_optimizer("AdamW", lr=0.01, fused=True)),
+        ("Muon and AdamW", "state parameters", with_optimizer("MuonWithAdamW", lr=0.05)),
         ("other names", "parameters", lambda p: _renamed(p, "other")),
         ("no names", "parameters", lambda p: _renamed(p, "none")),
         ("two learning rates", "optimizers", _two_rates),
         ("others were deleted before", "optimizers gradients", lambda p: replace(p, forgotten=2)),
         # what they are asked for
-        ("overlap", "gradients", _with_option("overlap", "True")),
-        ("no overlap", "gradients", _with_option("overlap", "False")),
-        ("small buckets", "gradients", _with_option("bucket_cap_bytes", "1")),
-        ("sum", "gradients", _with_option("op", "mpisgd.ReduceOp.SUM")),
-        ("Adasum", "gradients", _with_option("op", "mpisgd.Adasum")),
-        ("predivided", "gradients", _with_option("gradient_predivide_factor", "2.0")),
-        ("error if not finite", "gradients", _with_option("error_if_nonfinite", "True")),
-        ("checked in sync", "parameters", _with_option("check_in_sync_every", "2")),
-        ("shared parameters", "parameters", _with_option("share_parameters", "True")),
+        ("overlap", "gradients", with_option("overlap", "True")),
+        ("no overlap", "gradients", with_option("overlap", "False")),
+        ("small buckets", "gradients", with_option("bucket_cap_bytes", "1")),
+        ("sum", "gradients", with_option("op", "mpisgd.ReduceOp.SUM")),
+        ("Adasum", "gradients", with_option("op", "mpisgd.Adasum")),
+        ("predivided", "gradients", with_option("gradient_predivide_factor", "2.0")),
+        ("error if not finite", "gradients", with_option("error_if_nonfinite", "True")),
+        ("checked in sync", "parameters", with_option("check_in_sync_every", "2")),
+        ("shared parameters", "parameters", with_option("share_parameters", "True")),
         ("a group of its own", "ranks", lambda p: replace(p, group="duplicate")),
         ("ranks reversed", "ranks", lambda p: replace(p, group="reversed")),
         # what the model is
         ("sparse", "gradients", _sparse),
         ("bfloat16 beside float64", "parameters gradients", _half),
-        ("float32 beside float64", "parameters gradients", _with_layer(Layer(dtype="float32"))),
-        ("frozen from the start", "parameters", _with_layer(Layer(frozen=True))),
-        ("unused on all ranks", "gradients", _with_layer(Layer(used_by="none"))),
-        ("used by the first rank", "gradients", _with_layer(Layer(used_by="first"))),
-        ("used in turns", "gradients", _with_layer(Layer(used_by="turns"))),
-        ("tied", "gradients", _with_layer(Layer(shape=(4,), times=2))),
-        ("transposed", "parameters", _with_layer(Layer(shape=(3, 4), transposed=True))),
-        ("fewer elements than ranks", "parameters", _with_layer(Layer(shape=()))),
-        ("no elements", "parameters", _with_layer(Layer(shape=(0,)))),
-        ("long", "gradients", _with_layer(Layer(shape=(70_000,)))),
+        ("float32 beside float64", "parameters gradients", with_layer(Layer(dtype="float32"))),
+        ("frozen from the start", "parameters", with_layer(Layer(frozen=True))),
+        ("unused on all ranks", "gradients", with_layer(Layer(used_by="none"))),
+        ("used by the first rank", "gradients", with_layer(Layer(used_by="first"))),
+        ("used in turns", "gradients", with_layer(Layer(used_by="turns"))),
+        ("tied", "gradients", with_layer(Layer(shape=(4,), times=2))),
+        ("transposed", "parameters", with_layer(Layer(shape=(3, 4), transposed=True))),
+        ("fewer elements than ranks", "parameters", with_layer(Layer(shape=()))),
+        ("no elements", "parameters", with_layer(Layer(shape=(0,)))),
+        ("long", "gradients", with_layer(Layer(shape=(70_000,)))),
         # what happens in each step
         ("closure", "window", _closures),
         ("two passes a step", "window", _windows),
         ("a partial window", "window", _partial_window),
         ("accumulated in no_sync", "window gradients", _accumulated),
-        ("gradients kept as zeros", "gradients", lambda p: _each(p, ZeroGrad, lambda z: (ZeroGrad(False),))),
-        ("reset by the model", "gradients", lambda p: _each(p, ZeroGrad, lambda z: (ZeroGrad(True, True),))),
-        ("synchronized", "gradients window", _before_steps(Synchronize())),
-        ("set by the program", "gradients window", _before_steps(SetGradient(1))),
-        ("clipped", "gradients window", _of_dense(_clipped)),
-        ("clipped by torch", "gradients", _of_dense(_clipped_by_torch)),
-        ("clipped by value", "gradients", _of_dense(_before_steps(Clip(0.5, by_value=True)))),
+        (
+            "gradients kept as zeros",
+            "gradients",
+            lambda p: each_event(p, ZeroGrad, lambda z: (ZeroGrad(False),)),
+        ),
+        (
+            "reset by the model",
+            "gradients",
+            lambda p: each_event(p, ZeroGrad, lambda z: (ZeroGrad(True, True),)),
+        ),
+        ("synchronized", "gradients window", before_steps(Synchronize())),
+        ("set by the program", "gradients window", before_steps(SetGradient(1))),
+        ("clipped", "gradients window", of_dense(_clipped)),
+        ("clipped by torch", "gradients", of_dense(_clipped_by_torch)),
+        ("clipped by value", "gradients", of_dense(before_steps(Clip(0.5, by_value=True)))),
         ("scaled, with an overflow", "gradients window", _scaled),
-        ("a rank without a backward", "window gradients", _among_several(_backward(2, _skip_of_the_last))),
+        (
+            "a rank without a backward",
+            "window gradients",
+            among_several(change_backward(2, _skip_of_the_last)),
+        ),
         # what happens once
         (
             "a backward that fails",
             "window gradients",
-            lambda p: _after_step(p, 1, ZeroGrad(), FailedBackward((1,))),
+            lambda p: after_step(p, 1, ZeroGrad(), FailedBackward((1,))),
         ),
         ("frozen and thawed", "parameters", _frozen_later),
         ("a group is added", "parameters state", _added_group),
-        ("another learning rate", "optimizers", lambda p: _after_step(p, 1, SetRate(0.5))),
-        ("broadcast", "parameters state", lambda p: _after_step(p, 1, Broadcast(p.ranks - 1))),
+        ("another learning rate", "optimizers", lambda p: after_step(p, 1, SetRate(0.5))),
+        ("broadcast", "parameters state", lambda p: after_step(p, 1, Broadcast(p.ranks - 1))),
         ("channels last after a step", "parameters", _converted),
-        ("resumed", "state", lambda p: _after_step(p, 1, Reload())),
-        ("resumed beside the former", "state", lambda p: _after_step(p, 2, Reload(clears=False))),
-        ("a rank fewer", "ranks state", _among_several(_fewer)),
-        ("a rank fewer, then as before", "ranks state", _among_several(_fewer_and_more)),
+        ("resumed", "state", lambda p: after_step(p, 1, Reload())),
+        ("resumed beside the former", "state", lambda p: after_step(p, 2, Reload(clears=False))),
+        ("a rank fewer", "ranks state", among_several(_fewer)),
+        ("a rank fewer, then as before", "ranks state", among_several(_fewer_and_more)),
         ("uneven data", "ranks gradients window", _uneven),
-        ("a rank is lost", "ranks state window", _among_several(_loses(0))),
-        ("a rank is lost while it waits", "ranks state window", _among_several(_loses(5))),
+        ("a rank is lost", "ranks state window", among_several(_loses(0))),
+        ("a rank is lost while it waits", "ranks state window", among_several(_loses(5))),
     )
     return {name: Situation(name, change, frozenset(touches.split())) for name, touches, change in rows}
 

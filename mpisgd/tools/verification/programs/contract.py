@@ -7,12 +7,9 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import mpisgd
-from mpisgd.gradients.weight import why_not_weighted
+from mpisgd.tools.verification.programs.gradient_contract import after_emptied, after_scaled, after_set
+from mpisgd.tools.verification.programs.join_contract import has_no_join, inside_join
 from mpisgd.tools.verification.programs.lost_ranks import resumed_at, violation_of_losses
-from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import (
     ONE_BIT,
     AddGroup,
@@ -20,67 +17,19 @@ from mpisgd.tools.verification.programs.program import (
     Broadcast,
     Clip,
     Convert,
-    EndJoin,
     Event,
     FailedBackward,
-    Join,
     Program,
     Reload,
-    RunOut,
     SetFrozen,
-    SetGradient,
-    SetRate,
     Step,
     Synchronize,
     ZeroGrad,
 )
 from mpisgd.tools.verification.programs.training import SERIAL
+from mpisgd.tools.verification.programs.walk import Walk, Window, anchors, begin
 
 __all__ = ["may_be_refused", "sends_in_backward", "violation"]
-
-
-@dataclass
-class _Window:
-    """What has happened since the last step or reset of the gradients by an optimizer.
-
-    Attributes:
-        passes: backward passes that count.
-        has_skips: whether a rank was without one.
-        is_settled: whether gradients were reduced by `synchronize()` or clipping, or before this window by a
-            backward whose step a scaler has left out: the optimizer was told of no step, and of no reset.
-        is_reduced: whether all gradients of all ranks are reduced now.
-        has_ended: whether a backward has filled a window on some rank.
-    """
-
-    passes: int = 0
-    has_skips: bool = False
-    is_settled: bool = False
-    is_reduced: bool = False
-    has_ended: bool = False
-
-
-@dataclass
-class _Walk:
-    program: Program
-    layers: set[int] = field(default_factory=set)
-    window: _Window = field(default_factory=_Window)
-    is_clipped: bool = False  # since the last reset
-    is_stepped: bool = False  # with clipped gradients
-    is_set: bool = False  # a gradient, by the program, since the last reset
-    awaits_closure: bool = False  # since that was not reduced
-    is_reduced: bool = False  # what there is, and not reset since; on some rank
-    adds: bool = False  # something was added to that
-    num_ranks: int = 0  # that train now
-    has_begun: bool = False  # and so has the state of optimizers
-    has_gradients: bool = False  # which a scaler has not divided yet
-    overflows: bool = False  # some of what there is
-    is_unscaled: bool = False  # it has
-    was_stepped: bool = False  # with those
-    with_data: set[int] = field(default_factory=set)  # inside `join()`
-    ran_out: bool = False  # some rank, inside the latest `join()`
-    is_empty: bool = True  # no parameter has a gradient
-    is_rate_new: bool = False  # on ranks with data, which have not stepped since
-    is_stale: bool = False  # what ranks that ran out have as gradients, where they train by themselves
 
 
 def violation(program: Program) -> str:
@@ -90,20 +39,20 @@ def violation(program: Program) -> str:
     for place, optimizer in enumerate(program.optimizers):
         if not optimizer.layers:
             return f"optimizer {place} has no layers"
-        if not _anchors(program, optimizer.layers):
+        if not anchors(program, optimizer.layers):
             return f"every layer of optimizer {place} may be without a gradient"
         if any(layer >= len(program.layers) for layer in optimizer.layers):
             return "no such layer"
     if broken := _impossible(program):
         return broken
-    walk = _begin(program)
+    walk = begin(program)
     for event in program.events:
         if (
-            broken := _inside_join(walk, event)
+            broken := inside_join(walk, event)
             or _after_other(walk, event)
-            or _after_scaled(walk, event)
-            or _after_set(walk, event)
-            or _after_emptied(walk, event)
+            or after_scaled(walk, event)
+            or after_set(walk, event)
+            or after_emptied(walk, event)
             or _after(walk, event)
         ):
             return f"{event}: {broken}"
@@ -111,7 +60,7 @@ def violation(program: Program) -> str:
         return "join() without an end"
     if walk.window.has_skips and not walk.window.is_settled:
         return "it ends before a rank without a backward takes part in the reduction"
-    refuses_join = program.is_uneven and _has_no_join(program)
+    refuses_join = program.is_uneven and has_no_join(program)
     if program.is_resized and (refuses_join or (walk.adds and _reduce_once(program))):
         return "some ranks would not see that it is refused"
     return ""
@@ -142,10 +91,6 @@ def _impossible(program: Program) -> str:
     return ""
 
 
-def _is_fused(program: Program) -> bool:
-    return any(dict(optimizer.settings).get("fused") for optimizer in program.optimizers)
-
-
 def _raises_if_nonfinite(program: Program) -> bool:
     return any(optimizer.option("error_if_nonfinite") for optimizer in program.optimizers)
 
@@ -158,10 +103,10 @@ def may_be_refused(program: Program) -> bool:
     gradient comes late are refused by 1-bit optimizers, sparse gradients by Adasum, and `join()` by methods
     that do not go with it.
     """
-    walk = _begin(program)
+    walk = begin(program)
     for event in program.events:
         _after(walk, event)
-    if (program.is_uneven and _has_no_join(program)) or _sums_sparse_otherwise(program):
+    if (program.is_uneven and has_no_join(program)) or _sums_sparse_otherwise(program):
         return True
     is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
     return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
@@ -189,85 +134,7 @@ def _reads_divided(program: Program) -> bool:
     return by_others or len({*layers}) < len(layers)
 
 
-def _begin(program: Program) -> _Walk:
-    layers = {layer for optimizer in program.optimizers for layer in optimizer.layers}
-    return _Walk(program, layers, num_ranks=program.ranks)
-
-
-def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
-    """Return the layers whose gradient every backward of every rank computes."""
-    refrozen = {event.layer for event in program.events if isinstance(event, SetFrozen)}
-    return [
-        place
-        for place in layers
-        if place < len(program.layers)
-        and program.layers[place].used_by == "all"
-        and not program.layers[place].frozen
-        and place not in refrozen
-    ]
-
-
-INSIDE_JOIN = (Backward, Step, ZeroGrad, Clip, SetGradient, Synchronize, SetRate, RunOut, EndJoin)
-
-
-def _inside_join(walk: _Walk, event: Event) -> str:
-    """Note who has data; return what is wrong with an event inside `join()`."""
-    window = walk.window
-    match event:
-        case Join():
-            if walk.with_data or window.passes or window.has_skips:
-                return "a join() inside another one, or within a window"
-            walk.with_data, walk.ran_out, walk.is_rate_new = {*range(walk.num_ranks)}, False, False
-            return ""
-        case RunOut() | EndJoin() if not walk.with_data:
-            return "it is not inside join()"
-        case RunOut(ranks=ranks):
-            walk.with_data -= {*ranks}
-            walk.ran_out = True
-            if not walk.with_data or window.passes:
-                return "nobody has data, or a rank runs out of it within a window"
-        case EndJoin():
-            walk.with_data = set()
-            walk.is_stale = walk.ran_out and _trains_locally(walk.program)
-            if walk.ran_out and walk.is_rate_new:
-                return "ranks without data are told of settings in a step"
-        case Step() if walk.with_data:
-            walk.is_rate_new = False
-        case SetRate() if walk.with_data:
-            walk.is_rate_new = True
-        case _ if walk.with_data and not isinstance(event, INSIDE_JOIN):
-            return "ranks without data do not come to it"
-        case Backward(skipped=skipped) if walk.with_data and skipped:
-            return "ranks without data have no backward anyway"
-        case ZeroGrad() | Reload():
-            walk.is_stale = False
-        case Backward() | Step() | Synchronize() | Clip() if walk.is_stale:
-            return "ranks that ran out of data have gradients of batches that they have stepped with"
-    return ""
-
-
-def _has_no_join(program: Program) -> bool:
-    """Return whether mpisgd refuses `join()` for a method: it says why at its beginning."""
-    if any(optimizer.name in ONE_BIT for optimizer in program.optimizers):
-        return True
-    layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
-    if len({*layers}) < len(layers):
-        return True
-    for optimizer in program.optimizers:
-        options = {name: evaluated(text) for name, text in optimizer.options if name in DECIDES_JOIN}
-        strategy = options.get("strategy", mpisgd.Synchronous())
-        compression = options.get("compression", mpisgd.Compression.none)
-        if not strategy.goes_with.uneven_data.goes or optimizer.option("op") == "mpisgd.Adasum":
-            return True
-        if not isinstance(compression, mpisgd.Compressor) or why_not_weighted(compression):
-            return True
-    return False
-
-
-DECIDES_JOIN = ("strategy", "compression")
-
-
-def _after_other(walk: _Walk, event: Event) -> str:
+def _after_other(walk: Walk, event: Event) -> str:
     """Note what changes ranks, or parameters; return what is wrong with it."""
     window, program = walk.window, walk.program
     names = {optimizer.name for optimizer in program.optimizers}
@@ -319,87 +186,7 @@ def _may_not_move(program: Program) -> bool:
     return one_bit or any({"share_parameters", "strategy"} & each.keys() for each in options)
 
 
-def _after_set(walk: _Walk, event: Event) -> str:
-    """Note gradients that the program sets; return what is wrong with it."""
-    match event:
-        case SetGradient(layer=place):
-            if place not in walk.layers or place not in _anchors(walk.program, (place,)):
-                return "no layer that trains and has a gradient"
-            if walk.program.layers[place].kind != "dense" or walk.program.scaler:
-                return "a gradient that may be sparse, or is scaled"
-            if any(optimizer.name in ONE_BIT for optimizer in walk.program.optimizers):
-                return "gradients are each rank's own"
-            if walk.program.layers[place].transposed and _is_fused(walk.program):
-                return "torch's fused optimizers walk a gradient in the order of memory, not of its parameter"
-            if not walk.window.is_reduced and (walk.window.passes or walk.window.has_skips):
-                return "gradients that are not reduced are set"
-            if walk.program.exact and _trains_locally(walk.program) and _is_rounded_once_set(walk.program):
-                return "the mean of what it comes to on ranks that train by themselves is rounded"
-            walk.is_set, walk.awaits_closure = True, not walk.window.is_reduced
-        case ZeroGrad() | Reload() | FailedBackward():
-            walk.is_set = walk.awaits_closure = False
-        case Step(closure=data) if data:
-            walk.is_set = walk.awaits_closure = False
-        case Step() | Synchronize() | Clip() if walk.awaits_closure:
-            return "a gradient of the program that is not reduced"
-        case Clip(by_value=True) if walk.is_set:
-            return "torch clips no values where there may be no gradient"
-        case Backward() if walk.is_set:
-            return "something is added to a gradient of the program"
-    return ""
-
-
-def _after_emptied(walk: _Walk, event: Event) -> str:
-    """Note whether there is a gradient; return what is wrong with an event where there is none."""
-    match event:
-        case ZeroGrad(set_to_none=True) | Reload() | FailedBackward():
-            walk.is_empty = True
-        case Backward() | SetGradient():
-            walk.is_empty = False
-        case Step(closure=data) if data:
-            walk.is_empty = False
-        case Clip(by_value=True) if walk.is_empty:
-            return "torch clips no values where there is no gradient"
-    return ""
-
-
-def _is_rounded_once_set(program: Program) -> bool:
-    return any(isinstance(event, Clip | Join) for event in program.events)
-
-
-def _after_scaled(walk: _Walk, event: Event) -> str:
-    """Note what a scaler sees; return what is wrong with it."""
-    if not walk.program.scaler:
-        return "an infinite loss" if isinstance(event, Backward) and event.overflow else ""
-    match event:
-        case Backward():
-            walk.has_gradients = True
-            walk.overflows |= bool(event.overflow)
-            if walk.is_unscaled:
-                return "scaled gradients are added to others"
-            if event.skipped and _trains_locally(walk.program):
-                return "a scaler of a rank without gradients"
-        case Clip() | Step():
-            if not walk.has_gradients and (
-                isinstance(event, Clip) or walk.was_stepped or not walk.is_unscaled
-            ):
-                return "there is nothing to divide"
-            if not walk.window.is_reduced:
-                return "a scaler looks at gradients that are not reduced"
-            # After a step they are still there, divided.
-            walk.has_gradients, walk.is_unscaled = False, True
-            walk.was_stepped = isinstance(event, Step)
-        case ZeroGrad() | Reload() | FailedBackward():
-            walk.has_gradients = walk.is_unscaled = walk.overflows = False
-    return ""
-
-
-def _trains_locally(program: Program) -> bool:
-    strategies = [optimizer.option("strategy", "mpisgd.Synchronous()") for optimizer in program.optimizers]
-    return not all("Synchronous" in each or "Sharded" in each for each in strategies)
-
-
-def _after(walk: _Walk, event: Event) -> str:
+def _after(walk: Walk, event: Event) -> str:
     """Note an event; return what is wrong with it."""
     window, program = walk.window, walk.program
     _note_reductions(walk, event)
@@ -424,11 +211,11 @@ def _after(walk: _Walk, event: Event) -> str:
                 return "a rank without a backward before one that fails"
             if sends_in_backward(program) and not _all_use_the_same(program):
                 return "the ranks have sent different gradients before it fails"
-            walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
+            walk.window, walk.is_clipped, walk.is_stepped = Window(), False, False
         case ZeroGrad(by_model=False) | Reload():
             if window.has_skips and not window.is_settled:
                 return "a rank without a backward does not take part in the reduction"
-            walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
+            walk.window, walk.is_clipped, walk.is_stepped = Window(), False, False
         case ZeroGrad():
             if window.has_skips:
                 return "a reset by the model while a rank is without a backward"
@@ -437,7 +224,7 @@ def _after(walk: _Walk, event: Event) -> str:
         case Step():
             if program.exact and walk.is_stepped:
                 return "the mean of clipped gradients is rounded"
-            walk.window, walk.is_stepped = _Window(is_settled=walk.overflows), walk.is_clipped
+            walk.window, walk.is_stepped = Window(is_settled=walk.overflows), walk.is_clipped
         case Synchronize():
             window.is_settled = window.is_reduced = True
         case Clip():
@@ -465,7 +252,7 @@ def _after(walk: _Walk, event: Event) -> str:
     return ""
 
 
-def _note_reductions(walk: _Walk, event: Event) -> None:
+def _note_reductions(walk: Walk, event: Event) -> None:
     """Note whether there are reduced gradients, and whether something is added to them."""
     passes = min(optimizer.passes for optimizer in walk.program.optimizers)
     match event:
