@@ -34,7 +34,7 @@ from mpisgd.pipeline.micro_batches import (
 )
 from mpisgd.pipeline.model_parts import Stages
 from mpisgd.pipeline.recording import Recording, gather_recording
-from mpisgd.pipeline.schedules.action import Action, Kind
+from mpisgd.pipeline.schedules.action import Action, Kind, described
 from mpisgd.pipeline.schedules.plan import Plan, with_messages
 from mpisgd.pipeline.schedules.schedule import Schedule
 from mpisgd.pipeline.schedules.shape import PipelineShape
@@ -374,7 +374,7 @@ class Pipeline:
             raise
         except Exception as exc:
             action = self._worker.action
-            where = "" if action is None else f", {action.described}"
+            where = "" if action is None else f", {described(action)}"
             rank = self._group.ranks[self._group.rank]
             text = f"pipeline: rank {rank}{where}: {type(exc).__name__}: {str(exc)[:MOST_TEXT]}"
             self._messages.tell_failure(text)

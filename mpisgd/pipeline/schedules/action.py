@@ -3,7 +3,7 @@
 import enum
 from typing import NamedTuple
 
-__all__ = ["LOOK_AHEAD", "Action", "Kind"]
+__all__ = ["LOOK_AHEAD", "Action", "Kind", "described"]
 
 LOOK_AHEAD = 8  # actions whose receives a rank has started
 
@@ -54,14 +54,6 @@ class Action(NamedTuple):
     peer: int = -1
     keep_from: int = 0
 
-    @property
-    def described(self) -> str:
-        """What it does, in the words of an error."""
-        names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
-        name = names.get(self.kind, self.kind.name.lower())
-        of = f" of micro-batch {self.micro_batch}" if self.micro_batch >= 0 else ""
-        return f"stage {self.stage}, {name}{of}"
-
     def __str__(self) -> str:
         text = f"{self.kind.value}{self.stage}"
         if self.micro_batch >= 0:
@@ -69,3 +61,11 @@ class Action(NamedTuple):
         if self.peer >= 0:
             return text + f" ({'from' if 'recv' in self.kind.value else 'to'} stage {self.peer})"
         return text + f"v{self.version}"
+
+
+def described(action: Action) -> str:
+    """Return what an action does, in the words of an error."""
+    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+    name = names.get(action.kind, action.kind.name.lower())
+    of = f" of micro-batch {action.micro_batch}" if action.micro_batch >= 0 else ""
+    return f"stage {action.stage}, {name}{of}"
