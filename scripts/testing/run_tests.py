@@ -98,6 +98,9 @@ DIVIDED_MODELS = (
     "tests/mpi/verification",
 )
 
+# What divides states among files and hosts: three ranks have unequal parts.
+DIVIDED_STATES = "tests/mpi/checkpoint/test_divided_states.py"
+
 # What waits for a disk: three ranks say it, and tests/launch/test_offload.py has a model in files on one.
 IN_FILES = "tests/mpi/sharding/test_offload_parameters.py"
 
@@ -121,7 +124,7 @@ SAID_BY_NCCL = f"--deselect={STREAMS}::test_nobody_waits_for_the_whole_device"
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
     1: (BACKEND, *FOR_TWO, *DIVIDED_MODELS, "tests/mpi/rpc", FUZZING, IN_FILES),
-    2: FOR_THREE,
+    2: (*FOR_THREE, DIVIDED_STATES),
     3: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/layouts"),
     4: (*FOR_TWO, *FOR_THREE),
 }
