@@ -22,7 +22,7 @@ from mpisgd.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.broadcast import undo_casts
 from mpisgd.optim.distributed import DistributedOptimizer
-from mpisgd.sharding.layerwise.loaded_parts import load_parts, needed_parts_of, tensors_of
+from mpisgd.sharding.module_parts import load_parts, needed_parts_of, tensors_of
 from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.sharding.offload.mapped_memory import MappedMemory
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
@@ -267,6 +267,6 @@ def _load_parts(
 ) -> None:
     """Load a state of which this rank has what it needs."""
     if isinstance(value, nn.Module):
-        load_parts(value, state)
+        load_parts(value, state, needed)
     else:
         value._load_parts(state, needed)

@@ -66,10 +66,15 @@ def encode_all(common: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> 
     return both, Encoded(trees, both.tensors, [])
 
 
-def alike_tensors(encoded: Encoded, own: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of the common part, of which all ranks have the same ones."""
+def alike_tensors(encoded: Encoded, optimizers: Collection[str]) -> dict[str, Tensor]:
+    """Return the tensors of the common part, of which all ranks have the same ones.
+
+    Args:
+        encoded: what is saved.
+        optimizers: names of those of whose state that is not so.
+    """
     names = {name for tree in encoded.tree.values() for name in tensor_names(tree)}
-    apart = tuple(f"{name}.state." for name, mine in own.items() if "state" in mine)
+    apart = tuple(f"{name}.state." for name in optimizers)
     return {n: t for n, t in encoded.tensors.items() if n in names and not n.startswith(apart)}
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.optim.own_state import split_own
 
 __all__ = ["Content", "check_mode", "check_save_arguments", "collect", "save", "to_disk"]
@@ -73,8 +74,8 @@ def save(
             disk is full. On every rank; older checkpoints are unchanged.
         CollectiveMismatch: ranks have different steps, names, or tensors of other names, shapes or dtypes.
 
-    Cost: one checksum of the state (several GB/s) and one write to the disk. State that differs by rank is
-        sent to the first rank, which has that of all ranks in memory until it is written.
+    Cost: one checksum of the state (several GB/s) and one write to the disk. State that differs by rank, or
+        that the ranks divide, is sent to the first rank, which has all of it in memory until it is written.
     """
     group = group_or_world(group)
     check_flag(KIND, "rng", rng)
@@ -126,7 +127,7 @@ def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> 
         rng: whether to gather the states of all generators.
     """
     step = operator.index(step)
-    encoded, mine, own = _encode(state, group.rank)
+    encoded, mine, own, elsewhere = _encode(state, group)
     problems = "; ".join([*encoded.problems, *mine.problems]) or None
     report = _Report(problems, rng_state.capture() if rng else None, bool(own))
     asked = Operation(KIND, root=ROOT, extra=f"step {step}, {', '.join(state)}")
@@ -135,7 +136,7 @@ def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> 
         group, Operation(KIND, root=ROOT, extra="checked"), lambda: _check_reports(group, reports)
     )
     # The tensors of all ranks are alike, since the file has those of one.
-    tensors = rank_state.alike_tensors(encoded, own)
+    tensors = rank_state.alike_tensors(encoded, [*elsewhere, *(name for name in own if "state" in own[name])])
     lines = [f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     alike = Operation(KIND, extra=f"{len(lines)} tensors, hash {digest}")
@@ -160,26 +161,36 @@ class _Report(NamedTuple):
     has_own: bool
 
 
-def _encode(state: Mapping[str, Any], rank: int) -> tuple[Encoded, Encoded, dict[str, Any]]:
-    """Return what is common to all ranks, what is this one's own, and that by name as it is."""
+def _encode(
+    state: Mapping[str, Any], group: Group
+) -> tuple[Encoded, Encoded, dict[str, Any], Collection[str]]:
+    """Return what is common to all ranks, what is this one's own, and that by name as it is.
+
+    And names of optimizers of whose state ranks other than the root may have a part only.
+    """
+    elsewhere: list[str] = []
     values: dict[str, Any] = {}
     own: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in state.items():
         try:
-            values[name] = value.state_dict() if has_state_dict(value) else value
+            if isinstance(value, DistributedOptimizer):
+                values[name], is_elsewhere = value._state_dict_at(ROOT, group)
+                elsewhere += [name] if is_elsewhere else []
+            else:
+                values[name] = value.state_dict() if has_state_dict(value) else value
             values[name], mine = split_own(value, values[name])
             if mine is not None:
                 own[name] = mine
         except Exception as exc:
             problems.append(f"{name}.state_dict() raised {type(exc).__name__}: {exc}{_hint(value)}")
-    encoded, encoded_own = rank_state.encode_all(values, own, rank)
+    encoded, encoded_own = rank_state.encode_all(values, own, group.rank)
     unknown = [
         f"{name} is a tensor of {tensor.dtype}"
         for name, tensor in {**encoded_own.tensors, **encoded.tensors}.items()
         if tensor.dtype not in SAFETENSORS_DTYPES
     ]
-    return encoded._replace(problems=[*problems, *encoded.problems, *unknown]), encoded_own, own
+    return encoded._replace(problems=[*problems, *encoded.problems, *unknown]), encoded_own, own, elsewhere
 
 
 def _hint(value: Any) -> str:

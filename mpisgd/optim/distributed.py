@@ -37,7 +37,7 @@ from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.broadcast import lay_out_state, undo_casts
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.join import Join, join
-from mpisgd.optim.loaded_parts import by_place, loads_as_torch, without_large
+from mpisgd.optim.loaded_parts import by_place, loads_as_torch, saves_as_torch, without_large
 from mpisgd.optim.participant import Participant
 from mpisgd.optim.step_cycle import StepCycle
 from mpisgd.optim.step_hooks import keep_last
@@ -295,6 +295,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with owned_by(self._owner):
             self._synchronizer.loaded(state_dict)
         self._window.use(self._synchronizer.gradients)
+
+    def _state_dict_at(self, root: int, group: Group) -> tuple[dict[str, Any], bool]:
+        """Return `state_dict()` on the rank that saves it. Collective where that is.
+
+        Args:
+            root: the rank of `group` that saves it.
+            group: the ranks that call this.
+
+        Returns:
+            The state, and whether ranks but the root lack what lies elsewhere; the same on all ranks.
+        """
+        if not self._synchronizer.gathers_state or group.ranks != self._group.ranks:
+            return self.state_dict(), False
+        if group.rank == root or not saves_as_torch(self):
+            return self.state_dict(), True
+        with owned_by(self._owner):
+            state = self._synchronizer.contribute_state(super().state_dict)
+        return {**state, **self._keeper.entry()}, True
 
     @property
     def method(self) -> str:

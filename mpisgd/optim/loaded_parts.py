@@ -9,7 +9,7 @@ from torch import Tensor
 from mpisgd.optim.wrapped_class import wrapped_class
 from mpisgd.sharding.needed_parts import LEAST_BYTES, LoadedPart
 
-__all__ = ["by_place", "loads_as_torch", "without_large"]
+__all__ = ["by_place", "loads_as_torch", "saves_as_torch", "without_large"]
 
 
 def loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
@@ -25,6 +25,12 @@ def loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
         and takes_it.__module__.startswith("torch.optim")
         and not any(hooks)
     )
+
+
+def saves_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a wrapped optimizer makes its state as torch's do, and the program leaves it alone."""
+    hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+    return wrapped_class(type(optimizer)).state_dict is torch.optim.Optimizer.state_dict and not any(hooks)
 
 
 def by_place(state_dict: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:

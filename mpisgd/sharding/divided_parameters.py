@@ -315,13 +315,18 @@ class DividedParameters:
             receiver.received(piece, grad)
         receiver.finish()
 
+    @property
+    def are_in_place(self) -> bool:
+        """Whether the parameters still lie where they were when they were divided."""
+        return [param.data_ptr() for _, param in self.named] == self._addresses
+
     def check_in_place(self) -> None:
         """Raise unless the parameters still lie where they were when they were divided.
 
         Raises:
             InvalidArgument: names one that the program has moved, as `model.half()` does.
         """
-        if [param.data_ptr() for _, param in self.named] == self._addresses:
+        if self.are_in_place:
             return
         for (name, param), address in zip(self.named, self._addresses, strict=True):
             if param.data_ptr() != address:

@@ -140,13 +140,17 @@ class PieceStates:
         part = _cut(member, entries, self.params[member.param].shape, self.parameters.layouts[member.param])
         return PieceState(member, _with_missing(part.cut, master.cut), part.kept)
 
-    def gather(self, wholes: Mapping[int, Entries] | None = None) -> dict[int, dict[str, Any]]:
+    def gather(
+        self, wholes: Mapping[int, Entries] | None = None, *, is_wanted: bool = True
+    ) -> dict[int, dict[str, Any]]:
         """Return the states of all parameters, put together from everyone's pieces. Collective.
 
         Args:
             wholes: what this rank has instead, where a state was loaded that is whole.
+            is_wanted: whether this rank is to have them; otherwise {} is returned.
         """
-        everyones = to_everyone(self._mine_now(wholes), self.parameters.owners, self.state)
+        mine = self._mine_now(wholes)
+        everyones = to_everyone(mine, self.parameters.owners, self.state, is_wanted=is_wanted)
         with self.state.shared_errors(self._group):
             return self.join(everyones)
 

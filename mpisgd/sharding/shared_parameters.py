@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.fusion_buffer import layout_of, window
 from mpisgd.interfaces.host_transport import Segment
 from mpisgd.sharding.divided_parameters import DividedParameters, Memory, Named
 from mpisgd.sharding.division import Item, PieceRange, lay_out
+from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.transport.ipc.segment import PAGE
 
-__all__ = ["SharedParameters", "check_shareable"]
+__all__ = ["SharedParameters", "check_shareable", "needed_of_shared"]
 
 _moved_by: Any = WeakIdKeyDictionary()  # by parameter: who has put it where it lies now, weakly
 
@@ -104,6 +106,10 @@ class SharedParameters(DividedParameters):
             _moved_by[param] = weakref.ref(self)
         return Memory(items, segments[0] if segments else None)
 
+    def is_loaded_once(self, group: Group) -> bool:
+        """Return whether what `group` loads can be written by the first rank of each host alone."""
+        return self._group.ranks == group.ranks and self.are_in_place
+
     def check_in_place(self) -> None:
         """See `DividedParameters`.
 
@@ -152,6 +158,23 @@ class SharedParameters(DividedParameters):
 
     def _sum_of_versions(self) -> int:
         return sum(param._version for _, param in self.named)
+
+
+def needed_of_shared(params: Sequence[Tensor], group: Group) -> dict[Tensor, NeededPart]:
+    """Return what this rank needs of values that are loaded into parameters of which a host has one copy.
+
+    Everything on the first rank of a host, nothing on the others. Other parameters are not in the result; it
+    is empty if others share than those of `group`, or if a parameter is not where they share it any more.
+    """
+    sharers = {param: _moved_by[param]() for param in params if param in _moved_by}
+    if not all(each is not None and each.is_loaded_once(group) for each in set(sharers.values())):
+        return {}
+    found = {}
+    for param, sharer in sharers.items():
+        layout, memory = layout_of(param), sharer.owners.memory
+        is_first = memory is None or memory.rank == 0
+        found[param] = NeededPart(layout, ((0, param.numel()),) if is_first else ())
+    return found
 
 
 def check_shareable(named: Named) -> None:

@@ -17,26 +17,43 @@ from mpisgd.sharding.piece import PieceState
 __all__ = ["all_gather_outlines", "runs_of", "to_everyone", "to_owners"]
 
 
-def to_everyone(mine: Sequence[PieceState], owners: Owners, store: StateStore) -> list[PieceState]:
-    """Return the states of the pieces of all owners. Collective.
+def to_everyone(
+    mine: Sequence[PieceState], owners: Owners, store: StateStore, *, is_wanted: bool = True
+) -> list[PieceState]:
+    """Return the states of the pieces of all owners; [] where they are not wanted. Collective.
 
     Args:
         mine: of this rank's.
         owners: the ranks that divide everything.
         store: has room for what comes.
+        is_wanted: whether this rank is to have them; others may say otherwise.
 
-    Cost: every rank receives what the others own; see `Owners.exchange`.
+    Cost: every rank receives what the others own, see `Owners.exchange`; where some do not want it, each of
+        the others receives it from its owners.
     """
     outline, tensors = _outlined(mine)
-    outlines = all_gather_outlines(outline, owners)
+    told = all_gather_outlines((outline, is_wanted), owners)
+    wanting = [owner for owner, (_, wants) in enumerate(told) if wants]
+    empty = store.empty if is_wanted else _without_memory
     with store.shared_errors(owners.group):
         theirs = [
-            (mine, tensors) if owner == owners.rank else _allocated(other, store.empty)
-            for owner, other in enumerate(outlines)
+            (mine, tensors) if owner == owners.rank else _allocated(other, empty)
+            for owner, (other, _) in enumerate(told)
         ]
     rooms = [tensors for _, tensors in theirs]
-    owners.group.queue.run(_operation("state"), lambda: owners.exchange(rooms))
-    return [state for states, _ in theirs for state in states]
+
+    def travel() -> None:
+        if len(wanting) == owners.size:
+            owners.exchange(rooms)
+            return
+        others = [(owner, rank) for owner, rank in enumerate(owners.ranks) if owner != owners.rank]
+        owners.begin(
+            [(rank, in_order(tensor)) for owner, rank in others if owner in wanting for tensor in tensors],
+            [(rank, in_order(room)) for owner, rank in others if is_wanted for room in rooms[owner]],
+        ).wait()
+
+    owners.group.queue.run(_operation("state"), travel)
+    return [state for states, _ in theirs for state in states] if is_wanted else []
 
 
 def to_owners(

@@ -48,6 +48,8 @@ class LockedShards(Worker):
         pull_every: see above.
     """
 
+    gathers_state = True
+
     def __init__(
         self,
         training: Training,
@@ -246,6 +248,11 @@ class LockedShards(Worker):
             return make()
         finally:
             optimizer.state = DividedState()
+
+    def contribute_state(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Synchronizer`; who saves the state reads the shards without the others."""
+        self._show()
+        return super().contribute_state(make)
 
     def _read_state(self) -> None:
         """Give the optimizer copies of the state in the shards."""

@@ -115,15 +115,18 @@ class OptimizerState:
 
     # -- saved and loaded; the optimizer sees its parameters ------------------------------------------
 
-    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def state_dict(self, make: Callable[[], dict[str, Any]], *, is_wanted: bool = True) -> dict[str, Any]:
         """Return the state of all parameters; `make` returns what the optimizer has now. Collective.
+
+        Where it is not wanted, what other ranks have is not among it.
 
         One that was loaded here counts, although it may not have been loaded where its owners are. Who saves
         the state saves the parameters, too, which are there then.
         """
         RefreshMasters()(self._pieces.pieces)
         of_pieces, state = self.of_pieces, self._optimizer.state
-        wholes = of_pieces.gather(of_pieces.wholes_in(state) if self.is_whole else None)
+        loaded = of_pieces.wholes_in(state) if self.is_whole else None
+        wholes = of_pieces.gather(loaded, is_wanted=is_wanted and not self.is_whole)
         if self.is_whole:
             return make()
         params = of_pieces.params

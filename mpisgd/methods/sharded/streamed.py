@@ -48,6 +48,8 @@ class StreamedSynchronizer(Synchronizer):
         streamed: the parameters.
     """
 
+    gathers_state = True
+
     def __init__(self, training: Training, streamed: StreamedParameters) -> None:
         super().__init__(training)
         self._streamed = streamed
@@ -126,6 +128,11 @@ class StreamedSynchronizer(Synchronizer):
         """Return the state of all parameters, of which each rank has its pieces. Collective."""
         self._optimizer_state.show()
         return self._optimizer_state.state_dict(make)
+
+    def contribute_state(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Synchronizer`."""
+        self._optimizer_state.show()
+        return self._optimizer_state.state_dict(make, is_wanted=False)
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""

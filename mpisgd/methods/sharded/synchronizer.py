@@ -52,6 +52,7 @@ class ShardedSynchronizer(Synchronizer):
             everything, and its ranks divide that among themselves.
     """
 
+    gathers_state = True
     gradients: GradientReducer
 
     def __init__(
@@ -305,6 +306,11 @@ class ShardedSynchronizer(Synchronizer):
         """Return the state of all parameters, of which each rank has its pieces. Collective."""
         self._end_update()
         return self._optimizer_state.state_dict(make)
+
+    def contribute_state(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Synchronizer`."""
+        self._end_update()
+        return self._optimizer_state.state_dict(make, is_wanted=False)
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""

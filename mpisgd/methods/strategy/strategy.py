@@ -61,6 +61,7 @@ class Synchronizer:
             load, and after `open`. A working part that has a copy of them elsewhere sets it to False.
         reopens: whether what `open` makes is of these parameters only, so that it is made again for more.
         has_whole_state: whether this rank has the optimizer state of all parameters.
+        gathers_state: whether `state_dict` brings together what lies elsewhere; see `contribute_state`.
         commits_shards: whether each rank commits its part of the state when training is elastic, and another
             rank a replica of it.
     """
@@ -69,6 +70,7 @@ class Synchronizer:
     state: Any = None
     replicas_differ = False
     has_whole_state = True
+    gathers_state: ClassVar[bool] = False
     commits_shards = False
     is_fresh: bool = True
     reopens: ClassVar[bool] = False
@@ -221,6 +223,16 @@ class Synchronizer:
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's state; `make` returns what the optimizer has now."""
+        return make()
+
+    def contribute_state(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Do on this rank what `state_dict` needs of it on another one, which saves what that returns.
+
+        Collective where `state_dict` is. Called where `gathers_state` is True.
+
+        Returns:
+            The optimizer's state, without what lies elsewhere.
+        """
         return make()
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:

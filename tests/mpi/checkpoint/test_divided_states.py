@@ -188,6 +188,42 @@ def test_a_host_gets_what_it_shares_once(folder: Path, monkeypatch: pytest.Monke
         everyone(1.3 * whole < moved < 1.7 * whole + 100_000, f"{moved} bytes for a state of {whole}")
 
 
+def test_one_copy_of_the_parameters_is_loaded_once_on_each_host(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where hosts have one rank each, the model travels to each; where they have two, once to both."""
+    if mpisgd.size() < 4:
+        pytest.skip("two hosts of two ranks")
+    with group_of_hosts(EVEN[4]) as group:
+        run = Run(group, "shared", folder, seed=1)
+        run.train(0, 2)
+        checkpoint.save(folder, 2, model=run.model, group=group)
+        saved = copy.deepcopy(dict(run.model.state_dict()))
+        whole = sum(value.nbytes for value in saved.values())
+        resumed = Run(group, "shared", folder, seed=2)
+        room, read = [], checkpoint.loading._memory
+
+        def counted(*args: Any) -> Any:
+            empty = read(*args)
+
+            def made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+                tensor = empty(shape, dtype)
+                room.append(tensor.nbytes)
+                return tensor
+
+            return made
+
+        monkeypatch.setattr("mpisgd.checkpoint.loading._memory", counted)
+        moved = sent(monkeypatch, group, lambda: checkpoint.load(folder, model=resumed.model, group=group))
+        everyone(have_same_bits(dict(resumed.model.state_dict()), saved), "it has not loaded what was saved")
+        everyone(moved < 1.1 * whole + 100_000, f"{moved} bytes for a model of {whole}")
+        first = group.host_memory is None or group.host_memory.rank == 0
+        everyone(sum(room) < (1.1 if first else 0.1) * whole, f"{sum(room)} bytes of memory for {whole}")
+        resumed.model.inner.weight.data = resumed.model.inner.weight.detach().clone()
+        checkpoint.load(folder, model=resumed.model, group=group)
+        everyone(have_same_bits(dict(resumed.model.state_dict()), saved), "own memory was not loaded")
+
+
 def test_parameters_in_files_travel_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = mpisgd.size()
     with group_of_hosts(range(size)) as group:
@@ -235,6 +271,29 @@ def test_ranks_that_load_otherwise_get_the_whole_state(folder: Path, alone: Grou
     everyone(len(resumed.optimizer.state) == len(run.optimizer.state_dict()["state"]))
     checkpoint.load(folder, optimizer=resumed.optimizer, group=alone)
     everyone(resumed.optimizer.synchronizer.has_whole_state)
+
+
+@pytest.mark.parametrize("kind", ["stage 1", "stage 2", "masters", "shared, sharded", "offload"])
+def test_a_saved_part_travels_once_to_the_rank_that_writes(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = mpisgd.size()
+    with group_of_hosts(range(size)) as group:
+        run = Run(group, kind, folder, seed=1)
+        run.train(0, 2)
+        whole = state_bytes(run.optimizer.state_dict()["state"])
+        moved = sent(
+            monkeypatch, group, lambda: checkpoint.save(folder, 2, optimizer=run.optimizer, group=group)
+        )
+        least = (size - 1) / size * whole
+        everyone(0.9 * least < moved < 1.15 * least + 100_000, f"{moved} bytes for a state of {whole}")
+        seen = []
+        if mpisgd.rank() == 1:  # where a program looks at what is saved, it finds everything
+            run.optimizer.register_state_dict_post_hook(
+                lambda _, state: seen.append(state_bytes(state["state"]))
+            )
+        checkpoint.save(folder, 3, optimizer=run.optimizer, group=group)
+        everyone(seen == ([whole] if mpisgd.rank() == 1 else []), f"{seen} bytes of {whole}")
 
 
 def damage(path: Path, at: float) -> None:

@@ -1,15 +1,16 @@
-"""The `state_dict` of a model whose parameters are in files, loaded: each rank needs its own parts only."""
+"""The `state_dict` of a model, loaded: of parameters that the ranks share each needs its own parts only."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpisgd.core.group import Group
 from mpisgd.sharding.layerwise.offload_parameters import StateDictHooks, streamed_parameters_of
-from mpisgd.sharding.needed_parts import NeededPart
+from mpisgd.sharding.needed_parts import LoadedPart, NeededPart
+from mpisgd.sharding.shared_parameters import needed_of_shared
 
 __all__ = ["load_parts", "needed_parts_of", "tensors_of"]
 
@@ -19,15 +20,23 @@ EXTRA = "_extra_state"  # torch's name for what a module keeps besides tensors
 def needed_parts_of(model: nn.Module, group: Group) -> dict[str, NeededPart] | None:
     """Return what this rank needs of a model's `state_dict`, by name; None: all of it.
 
+    Of parameters in files that is what lies in this rank's; of those of which a host has one copy everything
+    on its first rank, and nothing on the others. What is not in the result all ranks need.
+
     Args:
         model: of any kind.
         group: the ranks that load it.
     """
-    streamed = streamed_parameters_of(list(model.parameters()))
-    if streamed is None or streamed.group.ranks != group.ranks or not _loads_as_torch(model):
+    params = list(model.parameters())
+    if not _loads_as_torch(model):
         return None
-    needed = streamed.needed_parts()
-    return {name: needed[param] for name, param in model.named_parameters(remove_duplicate=False)}
+    streamed = streamed_parameters_of(params)
+    if streamed is None:
+        needed = needed_of_shared(params, group)
+    else:
+        needed = streamed.needed_parts() if streamed.group.ranks == group.ranks else {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: needed[param] for name, param in named if param in needed} or None
 
 
 def _loads_as_torch(model: nn.Module) -> bool:
@@ -48,23 +57,39 @@ def _is_ours(hook: Any) -> bool:
 
 
 def tensors_of(model: nn.Module, needed: Mapping[str, NeededPart]) -> dict[str, Any]:
-    """Return what `model.state_dict()` has; parameters have their shapes and no memory."""
+    """Return what `model.state_dict()` has; parameters in files have their shapes and no memory."""
+    if streamed_parameters_of(list(model.parameters())) is None:
+        return model.state_dict()
     found: dict[str, Any] = {name: torch.empty(()).expand(part.layout.shape) for name, part in needed.items()}
     return {**found, **{name: getattr(module, key, None) for name, module, key in _others(model)}}
 
 
-def load_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a `state_dict` that has of each parameter what this rank needs. Collective."""
+@torch.no_grad()
+def load_parts(model: nn.Module, state: Mapping[str, Any], needed: Mapping[str, NeededPart]) -> None:
+    """Load a `state_dict` that has of each parameter what this rank needs. Collective.
+
+    Of parameters in shared memory the others have the values when all ranks have come back from here.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
     streamed = streamed_parameters_of(list(model.parameters()))
-    assert streamed is not None
-    named = model.named_parameters(remove_duplicate=False)
-    streamed.load_parts({param: state[name] for name, param in named})
-    with torch.no_grad():
-        for name, module, key in _others(model):
-            if key == EXTRA:
-                module.set_extra_state(state[name])
-            else:
-                getattr(module, key).copy_(state[name])
+    if streamed is not None:
+        streamed.load_parts({param: state[name] for name, param in named})
+    else:
+        for name, param in named:
+            _load_into(param, state[name], needed.get(name))
+    for name, module, key in _others(model):
+        if key == EXTRA:
+            module.set_extra_state(state[name])
+        else:
+            getattr(module, key).copy_(state[name])
+
+
+def _load_into(param: Tensor, value: LoadedPart | Tensor, needed: NeededPart | None) -> None:
+    """Write to a parameter in memory, unless another rank does so."""
+    if needed is None or needed.runs:
+        param.copy_(value.whole() if isinstance(value, LoadedPart) else value)
+    else:
+        torch.autograd.graph.increment_version(param)
 
 
 def _others(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
