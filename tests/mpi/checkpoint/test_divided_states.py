@@ -18,6 +18,7 @@ import mpisgd
 from mpisgd import Group, checkpoint
 from mpisgd.checkpoint import format, loading
 from mpisgd.job.lifecycle import world
+from mpisgd.methods.parameter_server.shard_memory import ShardMemory
 from mpisgd.optim.distributed import DistributedOptimizer
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -294,6 +295,29 @@ def test_a_saved_part_travels_once_to_the_rank_that_writes(
             )
         checkpoint.save(folder, 3, optimizer=run.optimizer, group=group)
         everyone(seen == ([whole] if mpisgd.rank() == 1 else []), f"{seen} bytes of {whole}")
+
+
+def test_of_the_state_of_servers_the_rank_that_writes_reads_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> mpisgd.DistributedOptimizer:
+        torch.manual_seed(1)
+        model = nn.Linear(FEATURES, FEATURES)
+        adam, strategy = torch.optim.Adam(model.parameters(), lr=0.1), mpisgd.ParameterServer("async")
+        optimizer = mpisgd.DistributedOptimizer(adam, strategy=strategy)
+        model(torch.ones(1, FEATURES)).sum().backward()
+        return optimizer
+
+    optimizer, reads, read = made(), [], ShardMemory.read
+    optimizer.step()
+    optimizer.synchronizer.finish()
+    monkeypatch.setattr(ShardMemory, "read", lambda self, shard: (reads.append(shard), read(self, shard))[1])
+    checkpoint.save(folder, 1, optimizer=optimizer)
+    everyone(bool(reads) == (mpisgd.rank() == 0), f"{len(reads)} reads of shards")
+    other = made()
+    checkpoint.load(folder, optimizer=other)
+    saved = optimizer.state_dict()["state"]
+    everyone(len(saved) == 2 and have_same_bits(other.state_dict()["state"], saved), "the state differs")
 
 
 def damage(path: Path, at: float) -> None:
