@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from mpisgd.checkpoint import format, rank_state
+from mpisgd.checkpoint.at_root import ROOT, at_root, gather_at_root
 from mpisgd.checkpoint.newest import Candidates, Seen, candidates_at, newest_seen
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode, tensor_names
-from mpisgd.checkpoint.shared_errors import ROOT, at_root, gather_at_root
 from mpisgd.checkpoint.storage import Location
 from mpisgd.collectives.objects import Allocate
 from mpisgd.collectives.point_to_point import irecv, isend
@@ -28,7 +28,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError
 from mpisgd.optim.broadcast import broadcast_tensors
 from mpisgd.sharding.needed_parts import LEAST_BYTES, LoadedPart, NeededPart
-from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+from mpisgd.sharding.offload.error_agreement import raised_on_every_rank
 
 __all__ = ["Fetched", "Needs", "fetch"]
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from mpisgd.arguments import as_path, check_flag, has_state_dict, printable
 from mpisgd.checkpoint import rank_state, rng_state
+from mpisgd.checkpoint.at_root import ROOT, agree, at_root
 from mpisgd.checkpoint.fetching import Fetched, Needs, fetch
 from mpisgd.checkpoint.newest import newest_intact, newest_seen
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode
-from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
 from mpisgd.checkpoint.storage import Location, as_location
 from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
@@ -24,8 +24,8 @@ from mpisgd.optim.broadcast import undo_casts
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.sharding.module_parts import load_parts, needed_parts_of, tensors_of
 from mpisgd.sharding.needed_parts import NeededPart
+from mpisgd.sharding.offload.error_agreement import raised_on_every_rank
 from mpisgd.sharding.offload.mapped_memory import MappedMemory
-from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 
 __all__ = ["Loaded", "latest", "load"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mpisgd.arguments import printable
 from mpisgd.checkpoint import format, rng_state
+from mpisgd.checkpoint.at_root import ROOT, gather_at_root
 from mpisgd.checkpoint.serialization import WRONG_TREE, decode
-from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
 from mpisgd.checkpoint.storage import Location, Storage, checkpoints_in, find, step_of, storage_at
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group

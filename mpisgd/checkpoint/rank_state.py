@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mpisgd.checkpoint.at_root import ROOT, gather_at_root
 from mpisgd.checkpoint.header import Document
 from mpisgd.checkpoint.serialization import Encoded, decode, encode, tensor_names
-from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
 from mpisgd.collectives.objects import Allocate, allocate_tensors, extract_tensors, scatter_object
 from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.core.consistency import Operation

@@ -12,8 +12,8 @@ from torch import Tensor
 from mpisgd import config
 from mpisgd.arguments import as_index, check_flag, has_state_dict, shown
 from mpisgd.checkpoint import format, rank_state, rng_state
+from mpisgd.checkpoint.at_root import ROOT, at_root, gather_at_root, merge_problems
 from mpisgd.checkpoint.serialization import Encoded, encode
-from mpisgd.checkpoint.shared_errors import ROOT, at_root, gather_at_root, merge_problems
 from mpisgd.checkpoint.storage import Location, as_location, name_of, remove_older, storage_at
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import check_flag, shown
+from mpisgd.checkpoint.at_root import ROOT, at_root
 from mpisgd.checkpoint.saving import Content, check_mode, check_save_arguments, collect, to_disk
-from mpisgd.checkpoint.shared_errors import ROOT, at_root
 from mpisgd.checkpoint.storage import Location, storage_at
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group

@@ -13,7 +13,7 @@ from mpisgd.collectives.dispatch import link_of, transport_for
 from mpisgd.core.group import Group
 from mpisgd.memory_ranges import equal_ranges, range_of
 
-__all__ = ["deal", "gather", "gather_numbers", "gather_ragged"]
+__all__ = ["all_to_all", "gather", "gather_numbers", "gather_ragged"]
 
 KIND = "gradients"
 
@@ -60,8 +60,8 @@ def gather_ragged(mine: Tensor, lengths: Sequence[int], group: Group) -> list[Te
     return [piece.to(device) for piece in pieces]
 
 
-def deal(pieces: Sequence[Tensor], lengths: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
-    """Hand `pieces[r]` to rank r; return what comes from each rank, on the device of the pieces.
+def all_to_all(pieces: Sequence[Tensor], lengths: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
+    """Send `pieces[r]` to rank r; return what comes from each rank, on the device of the pieces.
 
     Args:
         pieces: one for each rank, of one dtype.

@@ -9,7 +9,7 @@ from torch import Tensor
 from mpisgd.compress.compressor import BucketReducer, Codec
 from mpisgd.compress.exchange import gather
 from mpisgd.compress.randomness import generator
-from mpisgd.compress.residual import Memory, Waiting
+from mpisgd.compress.residual import ErrorMemory, Waiting
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.torch_reduction import divide
@@ -30,7 +30,7 @@ class QuantizingReducer(BucketReducer):
 
     state: Waiting
 
-    def __init__(self, codec: Codec, numel: int, seed: int, memory: Memory, state: Waiting) -> None:
+    def __init__(self, codec: Codec, numel: int, seed: int, memory: ErrorMemory, state: Waiting) -> None:
         self._codec = codec
         self._numel = numel
         self._seed = seed

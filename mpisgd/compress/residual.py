@@ -24,7 +24,7 @@ from torch import Tensor
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.method_state import alike, own
 
-__all__ = ["Memory", "Residual", "Waiting", "fitted", "is_finite", "memory_of"]
+__all__ = ["ErrorMemory", "Residual", "Waiting", "fitted", "is_finite", "memory_of"]
 
 
 def is_finite(flat: Tensor) -> bool:
@@ -52,7 +52,7 @@ def fitted(value: Tensor | None, numel: int, dtype: torch.dtype, device: torch.d
     return value.to(device, dtype)
 
 
-class Memory:
+class ErrorMemory:
     """Keeps nothing: what compression leaves out is lost.
 
     Attributes:
@@ -77,7 +77,7 @@ class Memory:
         """Begin anew."""
 
 
-class Residual(Memory):
+class Residual(ErrorMemory):
     """Keeps what was meant and not sent.
 
     Args:
@@ -119,6 +119,6 @@ class Residual(Memory):
         self.residual.zero_()
 
 
-def memory_of(layout: BucketLayout, error_feedback: bool, state: Waiting) -> Memory:
+def memory_of(layout: BucketLayout, error_feedback: bool, state: Waiting) -> ErrorMemory:
     """Return a residual for a bucket, which `state` has, or what keeps nothing."""
-    return Residual(layout, state) if error_feedback else Memory()
+    return Residual(layout, state) if error_feedback else ErrorMemory()

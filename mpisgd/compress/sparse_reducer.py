@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpisgd.compress.compressor import BucketLayout, BucketReducer
 from mpisgd.compress.exchange import gather_numbers
-from mpisgd.compress.residual import Memory, Waiting
+from mpisgd.compress.residual import ErrorMemory, Waiting
 from mpisgd.compress.sparse_sum import COUNT_BYTES, SparseSum
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -29,7 +29,7 @@ class SparseReducer(BucketReducer):
 
     state: Waiting
 
-    def __init__(self, layout: BucketLayout, memory: Memory, state: Waiting) -> None:
+    def __init__(self, layout: BucketLayout, memory: ErrorMemory, state: Waiting) -> None:
         self.numels = [shape.numel() for shape in layout.shapes]
         self.state, self.memory = state, memory
         self._sum = SparseSum(layout.numel, layout.dtype)

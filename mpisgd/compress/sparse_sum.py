@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mpisgd.compress.exchange import deal, gather, gather_numbers, gather_ragged
+from mpisgd.compress.exchange import all_to_all, gather, gather_numbers, gather_ragged
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -120,7 +120,7 @@ class SparseSum:
         ranges = even_ranges(self._numel, group.size)
         pieces = self._cut(indices, values, [start for start, _ in ranges])
         lengths = gather_numbers([piece.nbytes for piece in pieces], group)
-        total, touched = self._sum_of_range(deal(pieces, lengths, group), *ranges[group.rank])
+        total, touched = self._sum_of_range(all_to_all(pieces, lengths, group), *ranges[group.rank])
         sent = sum(lengths[group.rank]) - lengths[group.rank][group.rank]
         returned = self._return(out, total, touched, ranges, group)
         return sent + returned + (group.size - 1) * (group.size + 1) * COUNT_BYTES

@@ -31,7 +31,7 @@ from mpisgd.sharding.piece import Piece, Receiver
 from mpisgd.sharding.update_work import UpdateWork
 from mpisgd.transport.staging_layout import slot_bytes
 
-__all__ = ["DividedParameters", "Groups", "Memory", "Named", "check_divisible"]
+__all__ = ["DividedParameters", "Groups", "Named", "ParameterMemory", "check_divisible"]
 
 # Of parameters whose master is in host memory: while one piece is updated, the gradient of another comes, and
 # what was updated before goes back.
@@ -41,7 +41,7 @@ Named = Sequence[tuple[str, Tensor]]
 Groups = Sequence[Mapping[str, Any]]
 
 
-class Memory(NamedTuple):
+class ParameterMemory(NamedTuple):
     """Parameters that came together.
 
     Attributes:
@@ -112,8 +112,8 @@ class DividedParameters:
         self._most_bytes = most_bytes
         self.named: list[tuple[str, Tensor]] = []
         self._addresses: list[int] = []
-        self._memories: list[Memory] = []
-        self._memory_of: list[Memory] = []
+        self._memories: list[ParameterMemory] = []
+        self._memory_of: list[ParameterMemory] = []
         self._whole: set[int] = set()
         self.buckets: list[tuple[int, ...]] = []
         self.layouts: list[Layout] = []
@@ -171,7 +171,7 @@ class DividedParameters:
         self._whole.update(item.param for item in items if item.work is not None)
         self.layouts += [layout_of(param) for param in new]
         self.named, self._options = list(named), groups
-        memory = self._move(new, items) if new else Memory(items)
+        memory = self._move(new, items) if new else ParameterMemory(items)
         self._memories.append(memory)
         self._memory_of += [memory] * len(new)
         self._addresses += [param.data_ptr() for param in new]
@@ -193,9 +193,9 @@ class DividedParameters:
         )
         return frozenset().union(*everyones)
 
-    def _move(self, params: Sequence[Tensor], items: list[Item]) -> Memory:
+    def _move(self, params: Sequence[Tensor], items: list[Item]) -> ParameterMemory:
         """Put parameters where they are to lie. Collective."""
-        return Memory(items, blocks=move_to_blocks(params, items) if self._joins else {})
+        return ParameterMemory(items, blocks=move_to_blocks(params, items) if self._joins else {})
 
     def _item(
         self, index: int, param: Tensor, group: int, options: Mapping[str, Any], *, alone: bool
@@ -250,7 +250,7 @@ class DividedParameters:
             self._add(memory)
         return self.ranges
 
-    def _add(self, memory: Memory) -> None:
+    def _add(self, memory: ParameterMemory) -> None:
         """Divide the parameters of a memory among the ranks."""
         cuts = self._elementwise and self._cuts(memory)
         whole = self._whole if cuts else range(len(self.named))
@@ -263,7 +263,7 @@ class DividedParameters:
             for range_ in new[self.owners.rank]
         ]
 
-    def _cuts(self, memory: Memory) -> bool:
+    def _cuts(self, memory: ParameterMemory) -> bool:
         """Return whether pieces of this memory may be parts of parameters."""
         return self._may_cut
 
@@ -279,7 +279,7 @@ class DividedParameters:
             return sys.maxsize
         return min(self._most_bytes, slot_bytes(max(map(len, self.owners.nodes))))
 
-    def _piece(self, range_: PieceRange, group: int, memory: Memory | None) -> Piece:
+    def _piece(self, range_: PieceRange, group: int, memory: ParameterMemory | None) -> Piece:
         index, param = range_.members[0].param, self.named[range_.members[0].param][1]
         if memory is None or index in self._whole or not param.numel():
             tensor, layout = param, self.layouts[index]
@@ -292,7 +292,7 @@ class DividedParameters:
         master = torch.nn.Parameter(source.to(self._dtype_of_master(param), copy=True))
         return Piece(master, group, range_.members, layout, target, is_offloaded=offloaded)
 
-    def _flat(self, range_: PieceRange, memory: Memory) -> Tensor:
+    def _flat(self, range_: PieceRange, memory: ParameterMemory) -> Tensor:
         """Return the memory of a piece that is no whole parameter."""
         if len(range_.members) == 1:
             return self.part(range_.members[0])

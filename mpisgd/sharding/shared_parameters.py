@@ -17,7 +17,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.fusion_buffer import layout_of, window
 from mpisgd.interfaces.host_transport import Segment
-from mpisgd.sharding.divided_parameters import DividedParameters, Memory, Named
+from mpisgd.sharding.divided_parameters import DividedParameters, Named, ParameterMemory
 from mpisgd.sharding.division import Item, PieceRange, lay_out
 from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.transport.ipc.segment import PAGE
@@ -48,14 +48,14 @@ class SharedParameters(DividedParameters):
     def _may_cut(self) -> bool:
         return self._shares or self.owners.size > 1 or self._cuts_alone
 
-    def _cuts(self, memory: Memory) -> bool:
+    def _cuts(self, memory: ParameterMemory) -> bool:
         several = not self.owners.of_host and self.owners.size > 1
         return memory.segment is not None or several or self._cuts_alone
 
     def _check(self, named: Named) -> None:
         check_shareable(named)
 
-    def _flat(self, range_: PieceRange, memory: Memory) -> Tensor:
+    def _flat(self, range_: PieceRange, memory: ParameterMemory) -> Tensor:
         if memory.segment is None:
             return super()._flat(range_, memory)
         dtype = self.named[range_.members[0].param][1].dtype
@@ -65,13 +65,13 @@ class SharedParameters(DividedParameters):
         """See `DividedParameters`: all are moved."""
         return ()
 
-    def _move(self, params: Sequence[Tensor], items: list[Item]) -> Memory:
+    def _move(self, params: Sequence[Tensor], items: list[Item]) -> ParameterMemory:
         """Put parameters into new shared memory. Collective.
 
         Ranks that are alone on their host take part in what the others agree on.
         """
         if not self._shares:
-            return Memory(items)
+            return ParameterMemory(items)
         shared: list[Tensor] = []
         segments: list[Segment] = []
         everyone_has_it: list[bool] = []
@@ -104,7 +104,7 @@ class SharedParameters(DividedParameters):
             param.data = tensor
         for param in params:
             _moved_by[param] = weakref.ref(self)
-        return Memory(items, segments[0] if segments else None)
+        return ParameterMemory(items, segments[0] if segments else None)
 
     def is_loaded_once(self, group: Group) -> bool:
         """Return whether what `group` loads can be written by the first rank of each host alone."""

@@ -17,8 +17,8 @@ from mpisgd.sharding.masters import RefreshMasters
 from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.disk_speed import blocks_of
+from mpisgd.sharding.offload.error_agreement import raised_on_every_rank
 from mpisgd.sharding.offload.file_store import FileStore
-from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import MASTER, Entries, Pieces
 from mpisgd.sharding.piece_states import PieceNames, PieceStates

@@ -19,7 +19,7 @@ from mpisgd.sharding.grad_norm import clip_factor
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.layerwise.streamed_pieces import StreamedPieces
 from mpisgd.sharding.needed_parts import NeededPart
-from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+from mpisgd.sharding.offload.error_agreement import raised_on_every_rank
 from mpisgd.sharding.piece_update import PieceUpdate
 
 __all__ = ["StreamedSynchronizer"]

@@ -16,7 +16,7 @@ from mpisgd.arguments import check_positive, check_seed
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.levels import Levels, segments_of
 from mpisgd.compress.quantizing_reducer import QuantizingReducer
-from mpisgd.compress.residual import Memory, Waiting
+from mpisgd.compress.residual import ErrorMemory, Waiting
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
@@ -60,7 +60,7 @@ class TernGrad(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
         """Return the reducer, which sends the codes of a bucket."""
         return QuantizingReducer(
-            TernaryCodec(layout, self.clip_sigmas), layout.numel, self.seed, Memory(), Waiting()
+            TernaryCodec(layout, self.clip_sigmas), layout.numel, self.seed, ErrorMemory(), Waiting()
         )
 
     def coding(self) -> Coding:

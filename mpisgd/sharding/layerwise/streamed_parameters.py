@@ -27,8 +27,8 @@ from mpisgd.sharding.layerwise.parameter_unit import Chunk, Unit
 from mpisgd.sharding.needed_parts import LoadedPart, NeededPart, elements_of
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.disk_speed import blocks_of
+from mpisgd.sharding.offload.error_agreement import raised_on_every_rank
 from mpisgd.sharding.offload.file_store import FileStore
-from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.state_exchange import runs_of
 
 __all__ = ["GRADIENT", "VALUES", "StreamedParameters"]

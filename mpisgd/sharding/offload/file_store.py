@@ -25,10 +25,10 @@ from mpisgd.gradients.fusion_buffer import Layout, layout_of, window
 from mpisgd.sharding.offload.block_cache import BlockCache, aligned_memory, checksum_of
 from mpisgd.sharding.offload.block_store import BlockStore
 from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.error_agreement import raised_on_every_rank
 from mpisgd.sharding.offload.mapped_memory import MappedMemory
 from mpisgd.sharding.offload.private_file import memory_of, rounded_up
 from mpisgd.sharding.offload.safetensors_header import Stored, header, header_room
-from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.piece import Entries
 
 __all__ = ["FileStore"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import JobError
-from mpisgd.transport.loopback.mailbox import Memory, Request
+from mpisgd.transport.loopback.mailbox import MessageMemory, Request
 from mpisgd.transport.loopback.meeting import Agreement, Meeting
 from mpisgd.transport.loopback.network import Context
 from mpisgd.transport.torch_reduction import combine_in_rank_order
@@ -196,11 +196,11 @@ class LoopbackCommunicator:
         """Start sending `tensor` to `dst`."""
         self.sent_bytes += tensor.nbytes
         self.sent_messages += 1
-        return self.context.send(self.rank, dst, tag, Memory.of(tensor))
+        return self.context.send(self.rank, dst, tag, MessageMemory.of(tensor))
 
     def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Request:
         """Start receiving into `tensor` from `src`, None for whoever sends first."""
-        return self.context.receive(self.rank, src, tag, Memory.of(tensor))
+        return self.context.receive(self.rank, src, tag, MessageMemory.of(tensor))
 
     def poll(self, requests: Sequence[Any]) -> bool:
         """Return whether all of `requests` are complete."""
@@ -219,7 +219,7 @@ class LoopbackCommunicator:
 
     def persistent(self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int) -> list[Any]:
         """Prepare an exchange of two small fixed buffers that is started again and again."""
-        sent, received = Memory.of(send), Memory.of(recv)
+        sent, received = MessageMemory.of(send), MessageMemory.of(recv)
         return [
             _Prepared(lambda: self.context.receive(self.rank, src, tag, received)),
             _Prepared(lambda: self.context.send(self.rank, dst, tag, sent)),
@@ -262,9 +262,11 @@ class LoopbackCommunicator:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy root's bytes into everyone's `tensor`."""
         self.given_bytes["Bcast"] += tensor.nbytes
-        given = self._meet("Bcast", Memory.of(tensor).copy() if self.rank == root else None).brought[root]
+        given = self._meet("Bcast", MessageMemory.of(tensor).copy() if self.rank == root else None).brought[
+            root
+        ]
         if self.rank != root:
-            Memory.of(tensor).fill_from(given)
+            MessageMemory.of(tensor).fill_from(given)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Combine `tensor` [n] over the ranks, in place."""
@@ -305,17 +307,19 @@ class LoopbackCommunicator:
     def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
         """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
         pieces = (
-            [Memory.of(part).copy() for part in _parts(source, self.size)] if source is not None else None
+            [MessageMemory.of(part).copy() for part in _parts(source, self.size)]
+            if source is not None
+            else None
         )
-        Memory.of(tensor).fill_from(self._meet("Scatter", pieces).brought[root][self.rank])
+        MessageMemory.of(tensor).fill_from(self._meet("Scatter", pieces).brought[root][self.rank])
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
         self.given_bytes["Alltoall"] += tensor.nbytes
-        pieces = [Memory.of(part).copy() for part in _parts(tensor, self.size)]
+        pieces = [MessageMemory.of(part).copy() for part in _parts(tensor, self.size)]
         given = [theirs[self.rank] for theirs in self._meet("Alltoall", pieces).all]
         for part, piece in zip(_parts(out, self.size), given, strict=True):
-            Memory.of(part).fill_from(piece)
+            MessageMemory.of(part).fill_from(piece)
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """Return root's object, sent pickled."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mpisgd.errors import ShapeMismatch
 
-__all__ = ["Mailbox", "Memory", "Message", "Request"]
+__all__ = ["Mailbox", "Message", "MessageMemory", "Request"]
 
 
-class Memory(NamedTuple):
+class MessageMemory(NamedTuple):
     """Some bytes that a request reads or writes; `owner` keeps them alive."""
 
     address: int
@@ -25,18 +25,18 @@ class Memory(NamedTuple):
     owner: object
 
     @classmethod
-    def of(cls, given: Tensor | bytearray) -> "Memory":
+    def of(cls, given: Tensor | bytearray) -> "MessageMemory":
         """Return the memory of a contiguous tensor or of a bytearray."""
         if isinstance(given, Tensor):
             return cls(given.data_ptr(), given.nbytes, given)
         array = (ctypes.c_char * len(given)).from_buffer(given)
         return cls(ctypes.addressof(array), len(given), array)
 
-    def copy(self) -> "Memory":
+    def copy(self) -> "MessageMemory":
         """Return a copy."""
-        return Memory.of(bytearray(ctypes.string_at(self.address, self.nbytes)))
+        return MessageMemory.of(bytearray(ctypes.string_at(self.address, self.nbytes)))
 
-    def fill_from(self, other: "Memory") -> None:
+    def fill_from(self, other: "MessageMemory") -> None:
         """Copy another one's bytes to the beginning of this."""
         ctypes.memmove(self.address, other.address, other.nbytes)
 
@@ -82,7 +82,7 @@ class Message(NamedTuple):
 
     src: int
     tag: int
-    memory: Memory
+    memory: MessageMemory
     request: Request
 
 
@@ -90,7 +90,7 @@ class _Receive(NamedTuple):
     number: int  # in the order in which they were posted
     src: int | None
     tag: int
-    memory: Memory
+    memory: MessageMemory
     request: Request
 
 
@@ -136,7 +136,7 @@ class Mailbox:
         del self._receives[first.src, first.tag][first.number]
         return first
 
-    def post(self, src: int | None, tag: int, memory: Memory, request: Request) -> Message | None:
+    def post(self, src: int | None, tag: int, memory: MessageMemory, request: Request) -> Message | None:
         """Begin to receive; return the message where it has come already."""
         receive = _Receive(next(self._numbers), src, tag, memory, request)
         unexpected = self._unexpected[tag]

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpisgd.errors import CollectiveTimeout, PeerLost
 from mpisgd.transport.loopback.faults import Loss
-from mpisgd.transport.loopback.mailbox import Mailbox, Memory, Message, Request
+from mpisgd.transport.loopback.mailbox import Mailbox, Message, MessageMemory, Request
 from mpisgd.transport.loopback.meeting import Agreement, Meeting
 from mpisgd.transport.loopback.scheduler import SeededScheduler
 
@@ -94,7 +94,7 @@ class Context:
 
     # -- messages ---------------------------------------------------------------------------------------
 
-    def send(self, src: int, dst: int, tag: int, memory: Memory) -> Request:
+    def send(self, src: int, dst: int, tag: int, memory: MessageMemory) -> Request:
         """Start sending; the request is over when the memory may be changed."""
         network = self.network
         network.count(self.ranks[src])
@@ -117,7 +117,7 @@ class Context:
         self._boxes[dst].arrive(message)
         self.network.has_arrived(self, self.ranks[dst], dst)
 
-    def receive(self, dst: int, src: int | None, tag: int, memory: Memory) -> Request:
+    def receive(self, dst: int, src: int | None, tag: int, memory: MessageMemory) -> Request:
         """Start receiving; `src` None: from whoever sends first."""
 
         def is_over() -> bool:

@@ -24,7 +24,7 @@ __all__ = [
     "Division",
     "Floats",
     "Link",
-    "Memory",
+    "MemoryFigures",
     "Steps",
     "divisions_of",
     "links_of",
@@ -95,7 +95,7 @@ class Division(NamedTuple):
     hidden: Floats
 
 
-class Memory(NamedTuple):
+class MemoryFigures(NamedTuple):
     """The memory of one rank over time: of its own, shared with other processes, and on its GPU."""
 
     at_us: list[float]
@@ -216,12 +216,12 @@ def _divide(
 # -- memory and links --------------------------------------------------------------------------------------
 
 
-def memory_of(events: Iterable[Event]) -> dict[int, Memory]:
+def memory_of(events: Iterable[Event]) -> dict[int, MemoryFigures]:
     """Return the memory of each rank."""
-    found: dict[int, Memory] = {}
+    found: dict[int, MemoryFigures] = {}
     for event in events:
         if event["ph"] == "C" and event["name"] == "memory":
-            memory = found.setdefault(event["pid"], Memory([], [], [], []))
+            memory = found.setdefault(event["pid"], MemoryFigures([], [], [], []))
             memory.at_us.append(event["ts"])
             for name in ("own", "shared", "device"):
                 getattr(memory, name).append(event["args"][name])

@@ -21,7 +21,7 @@ from mpisgd.tools.timeline.report.excerpt import (
 from mpisgd.tools.timeline.report.figures import (
     Division,
     Floats,
-    Memory,
+    MemoryFigures,
     Steps,
     divisions_of,
     links_of,
@@ -175,12 +175,12 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def _memory(memory: dict[int, Memory], start_us: float) -> dict[int, dict[str, list[int]]]:
+def _memory(memory: dict[int, MemoryFigures], start_us: float) -> dict[int, dict[str, list[int]]]:
     num_points = max(1, min(MAX_POINTS, MAX_CELLS // max(1, len(memory))) // 2)
     return {rank: _thinned(each, start_us, num_points) for rank, each in memory.items()}
 
 
-def _thinned(memory: Memory, start_us: float, num_points: int) -> dict[str, list[int]]:
+def _thinned(memory: MemoryFigures, start_us: float, num_points: int) -> dict[str, list[int]]:
     """Return the memory of a rank in few enough points: of several the one with the most, in KiB."""
     every = -(-len(memory.at_us) // num_points)
     total = np.add(memory.own, memory.device)
