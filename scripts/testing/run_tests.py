@@ -65,6 +65,8 @@ AT_TWO = (
 # Four say more where algorithms have other steps, where ranks are a grid of 2 x 2, and where a test wants
 # four.
 AT_FOUR = (
+    "tests/mpi/checkpoint/test_divided_states.py"
+    "::test_one_copy_of_the_parameters_is_loaded_once_on_each_host",
     "tests/mpi/collectives",
     "tests/mpi/core",
     "tests/mpi/horovod/test_horovod_allreduce.py",
