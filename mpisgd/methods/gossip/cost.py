@@ -26,7 +26,8 @@ def cost(method: Gossip, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
             yield Collective("pairs", sizes.nbytes, meets=False)
     elif step % method.every == 0:
         mix = _mix_messages if method.consensus_step is not None else _mix
-        yield from mix(method, sizes, world, step // method.every - 1)
+        number, phases = step // method.every - 1, method.graph.num_phases(world.size)
+        yield from mix(method, sizes, world, number if phases is None else number % phases)
 
 
 def _copies(method: Gossip) -> int:
@@ -34,7 +35,7 @@ def _copies(method: Gossip) -> int:
     return 5 if method.style == "asynchronous" else 2 if method.consensus_step is not None else 0
 
 
-def _mix(method: Gossip, sizes: Sizes, world: World, number: int) -> Iterator[Op]:
+def _mix(method: Gossip, sizes: Sizes, world: World, phase: int) -> Iterator[Op]:
     """Yield a mean with the neighbours: everyone sends all parameters to each of them."""
     wire = world.wire.cast_itemsize(sizes.itemsize)
     assert wire is not None  # what it goes with
@@ -42,9 +43,9 @@ def _mix(method: Gossip, sizes: Sizes, world: World, number: int) -> Iterator[Op
     yield Check()
     for nbytes in sizes.messages:
         nbytes = nbytes * wire // sizes.itemsize
-        yield Collective("exchange", nbytes, graph=method.graph, phase=number)
+        yield Collective("exchange", nbytes, graph=method.graph, phase=phase)
     yield Wait()
-    _, degree = method.graph.degrees(world.size, number)
+    _, degree = method.graph.degrees(world.size, phase)
     # Messages go one after the other: what came with one is let go of when there is room for the next.
     # A cast adds what travels, what that has left out, and each term as wide as the sum.
     narrow = wire / sizes.itemsize
@@ -65,13 +66,13 @@ def _first_copies(method: Gossip, sizes: Sizes) -> Iterator[Op]:
     yield Wait()
 
 
-def _mix_messages(method: Gossip, sizes: Sizes, world: World, number: int) -> Iterator[Op]:
+def _mix_messages(method: Gossip, sizes: Sizes, world: World, phase: int) -> Iterator[Op]:
     """Yield CHOCO-SGD's exchange of compressed changes."""
     yield Alloc("strategy", 2 * sizes.nbytes)
     yield Move(4 * sizes.nbytes, "changes", fresh_bytes=2 * sizes.nbytes)
     yield Check()
     for bucket in sizes.packed:
-        yield from world.wire.exchange(bucket, world, method.graph, number)
+        yield from world.wire.exchange(bucket, world, method.graph, phase)
     yield Wait()
     yield Move(6 * sizes.nbytes, "mean")
     yield Free("strategy", 2 * sizes.nbytes)

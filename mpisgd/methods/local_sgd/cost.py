@@ -55,5 +55,8 @@ def _mean_of_state(method: LocalSGD, sizes: Sizes, group: str = "all") -> Iterat
 
 
 def cycle(method: LocalSGD, world: World) -> Cycle:
-    """Return the steps from one mean to the next, the first ones where periods grow."""
-    return Cycle(method.warmup_steps, method.period)
+    """Return the steps from one mean to the next; of periods that grow the last, or the first without one."""
+    first, period = method.warmup_steps, method.period
+    while method.max_sync_every is not None and method.next_period(period) > period:
+        first, period = first + period, method.next_period(period)
+    return Cycle(first, period)
