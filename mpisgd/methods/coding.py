@@ -134,7 +134,9 @@ class Coded:
             return 0.0
         if self.coding.kept is not None:
             return self.coding.kept(world.size) * bucket.numel * max(4, bucket.itemsize)
-        return sum(map(_nbytes, self.compressor.reducer(_layout(bucket)).state_dict().values()))
+        found = sum(map(_nbytes, self.compressor.reducer(_layout(bucket)).state_dict().values()))
+        # One whose residual is made in its first step has none yet.
+        return found or (bucket.nbytes if self.compressor.traits.has_error_feedback else 0.0)
 
 
 def _layout(bucket: Bucket) -> BucketLayout:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpisgd.collectives.coalesced import broadcast_coalesced
 from mpisgd.method_state import ZEROS, begins_of
-from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_none, no, yes
 from mpisgd.methods.strategy.local_scaling import LocalScaling
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
@@ -24,6 +24,7 @@ LOCAL_STEPS = GoesWith(
     error_if_nonfinite=OWN_GRADIENTS,
     check_in_sync_every=no("parameters differ by rank between two steps"),
     share_parameters=no("every rank has parameters of its own"),
+    compression=Compressions("no", (needs_none,)),  # what one sends by is for it to say
     backward_passes_per_step=yes("local"),
     clip_grad_norm_=yes("of the own gradients"),
     grad_scaler=yes("yes, a rank's overflow skips its own step"),

@@ -24,14 +24,18 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "extending.md"
 SEEDS = range(25)
 
 
-@pytest.fixture
-def page(monkeypatch):
-    """What the page defines, as a module."""
-    block = PAGE.read_text().partition("<!-- test: state -->\n```python\n")[2].partition("```")[0]
+def defined(block: str, monkeypatch):
+    """What a block of the page defines, as a module."""
+    text = PAGE.read_text().partition(f"<!-- test: {block} -->\n```python\n")[2].partition("```")[0]
     module = types.ModuleType("extending_page")
     monkeypatch.setitem(sys.modules, "extending_page", module)  # dataclasses look there
-    exec(compile(block, PAGE.name, "exec"), module.__dict__)
+    exec(compile(text.partition("mpisgd.init()")[0], PAGE.name, "exec"), module.__dict__)
     return module
+
+
+@pytest.fixture
+def page(monkeypatch):
+    return defined("state", monkeypatch)
 
 
 def test_programs_are_those_of_its_paper(page):
@@ -52,6 +56,12 @@ def test_a_fault_of_it_is_found(page, monkeypatch):
     backend = ThreadsBackend()
     programs = (draw(seed, strategy="extending_page.BlockMomentum(steps=2)") for seed in SEEDS)
     assert any(backend.run(program).kind == "values" for program in programs)
+
+
+def test_a_residual_that_its_compressor_makes_in_the_first_step_is_counted(monkeypatch):
+    wire = wire_of(defined("compressor", monkeypatch).Signs())
+    (bucket,) = sizes_of([parameter(0, (64, 32), 4, 0), parameter(1, (64,), 4, 0)], 2**20).packed
+    assert wire.kept_bytes(bucket, World(2, 2, wire)) == bucket.nbytes
 
 
 def test_its_cost_is_read_as_that_of_any_method(page):

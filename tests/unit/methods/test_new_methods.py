@@ -16,12 +16,12 @@ STRATEGY = '''
 """Ranks train by themselves; every `every` steps their parameters become the mean of all."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.methods.mean_every import paper
-from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_none
+from mpisgd.methods.strategy.goes_with import GoesWith
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 
@@ -34,7 +34,7 @@ class MeanEvery(Strategy):
 
     @property
     def goes_with(self) -> GoesWith:
-        return replace(LOCAL_STEPS, compression=Compressions("no", (needs_none,)))
+        return LOCAL_STEPS
 
     def synchronizer(self, training):
         return MeanEverySynchronizer(training, self.every)
@@ -174,6 +174,7 @@ assert " MeanEvery " in goes_with_tables.generated() and "`Cut`" in goes_with_ta
 assert "mpisgd.MeanEvery()" in choices.LOCAL and "mpisgd.compress.Cut()" in choices.COMPRESSORS
 assert paper_sections.PAPERS["mpisgd.MeanEvery"] == ("mean_every",)
 assert paper_sections.PAPERS["mpisgd.compress.Cut"] == ("cut",)
+assert mpisgd.MeanEvery().goes_with.compression.why_not(mpisgd.compress.Cut())  # it sends nothing by it
 modes = [mode for mode in PAIRS if "MeanEvery" in mode.name or "Cut" in mode.name]
 assert {"MeanEvery(), Compression.none", "Synchronous(), compress.Cut()"} <= {mode.name for mode in modes}
 for mode in modes:
