@@ -45,7 +45,6 @@ __all__ = [
     "has_rebuilt",
     "mean_of",
     "names_of",
-    "names_of_parts",
     "own",
     "own_of",
     "part",
@@ -136,7 +135,7 @@ def alike(default: Any = MISSING, *, default_factory: Any = MISSING, begin: str 
     return _field("alike", default, default_factory, begin=begin)
 
 
-def own(default: Any = MISSING, *, default_factory: Any = MISSING, lost: str = DROP) -> Any:
+def own(default: Any = MISSING, *, default_factory: Any = MISSING, lost: str = DROP, begin: str = "") -> Any:
     """Declare a field that is this rank's alone.
 
     Args:
@@ -145,9 +144,11 @@ def own(default: Any = MISSING, *, default_factory: Any = MISSING, lost: str = D
         lost: what becomes of it where a rank has none of its own back, as one that another rank has saved, or
             another number of ranks. "drop": that rank begins anew. "rebuild": all ranks do, together, since
             what one of them has says something of the others.
+        begin: what the entry of a parameter begins as: "zeros", or "", see `alike`.
     """
     assert lost in (DROP, REBUILD), f"lost={lost!r}"
-    return _field("own", default, default_factory, lost)
+    assert begin in ("", ZEROS), f"begin={begin!r}"
+    return _field("own", default, default_factory, lost, begin)
 
 
 def part(default_factory: Any) -> Any:
@@ -181,11 +182,6 @@ def _declared(state: Any) -> Iterable[tuple[Field[Any], str]]:
 def names_of(state: Any) -> set[str]:
     """Return the names of the fields of a state."""
     return {each.name for each, _ in _declared(state)} if state is not None else set()
-
-
-def names_of_parts(state: Any) -> set[str]:
-    """Return the names of the fields that are parts; of a dataclass, or of an object of one."""
-    return {each.name for each, owner in _declared(state) if owner == "part"} if state is not None else set()
 
 
 def begins_of(state: Any) -> dict[str, str]:
@@ -244,7 +240,8 @@ def parts_of(state: Any, kind: type[T]) -> Iterable[T]:
 
 
 def _parts(state: Any, kind: type[T]) -> dict[str, T]:
-    parts = {name: getattr(state, name) for name in names_of_parts(state)}
+    declared = _declared(state) if state is not None else ()
+    parts = {each.name: getattr(state, each.name) for each, owner in declared if owner == "part"}
     return {name: value for name, value in parts.items() if isinstance(value, kind)}
 
 

@@ -73,7 +73,7 @@ class Residual:
         k: how many reductions there were; random numbers differ by it.
     """
 
-    e: Vecs = own(default_factory=dict)
+    e: Vecs = own(default_factory=dict, begin="zeros")
     k: int = alike(0)
 
 
@@ -99,15 +99,13 @@ class Compressor(Paper[Residual]):
         feedback: whether what C leaves out is added to the next gradient.
     """
 
+    keeps = Residual
+
     feedback: bool = True
 
     def C(self, v: Vec, w: World, draw: Draws) -> Vec:
         """Return what arrives where a rank sends v."""
         raise NotImplementedError
-
-    def start(self, x: Vecs, w: World) -> Residual:
-        """See `Paper`."""
-        return Residual({i: Vec() for i in w.ranks})
 
     def reduce(self, s: Residual, g: Vecs, w: World) -> tuple[Residual, Vecs]:
         """See `Paper`."""
@@ -125,8 +123,8 @@ class Compressor(Paper[Residual]):
 class Errors:
     """What a two-step compressor keeps: what ranks have left out, and what owners of chunks have."""
 
-    e: Vecs = own(default_factory=dict)
-    d: Vecs = own(default_factory=dict)
+    e: Vecs = own(default_factory=dict, begin="zeros")
+    d: Vecs = own(default_factory=dict, begin="zeros")
 
 
 @dataclass(frozen=True)
@@ -144,6 +142,7 @@ class TwoStepCompressor(Paper[Errors]):
         feedback: whether what is left out is added to the next gradient; else e and d stay 0.
     """
 
+    keeps = Errors
     of_chunks = of_buckets = of_memory = True
 
     feedback: bool = True
@@ -151,10 +150,6 @@ class TwoStepCompressor(Paper[Errors]):
     def of_piece(self, v: Tensor) -> Tensor:
         """Return what arrives of a piece."""
         raise NotImplementedError
-
-    def start(self, x: Vecs, w: World) -> Errors:
-        """See `Paper`."""
-        return Errors(everyone(Vec(), w), everyone(Vec(), w))
 
     def reduce(self, s: Errors, g: Vecs, w: World) -> tuple[Errors, Vecs]:
         """See `Paper`."""

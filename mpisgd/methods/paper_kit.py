@@ -6,12 +6,13 @@ module alone (and `compression_kit`, if it compresses), and is pure: what it kee
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mpisgd.method_state import COPY, alike, begins_of, names_of_parts, own, part
+from mpisgd.method_state import BEGIN, COPY, OWNER, ZEROS, alike, own, part
 
 __all__ = [
     "Draws",
@@ -25,6 +26,7 @@ __all__ = [
     "evenly",
     "everyone",
     "filled",
+    "host_means",
     "mean",
     "own",
     "part",
@@ -167,10 +169,11 @@ class Paper(Generic[S]):
 
     A step is gradients, `reduce`, whatever the program does with the gradients (clipping, say), `update`,
     `after`. S is what is kept: None, or a frozen dataclass whose fields are marked `alike`, `own` (a dict by
-    rank) or `part` (the S of another paper). Hyperparameters are fields of the subclass, by their symbols.
+    rank) or `part` (the S of the wire). Hyperparameters are fields of the subclass, by their symbols.
 
     Attributes:
-        keeps: S, where its marks say what is kept before the first step; None: `start` does.
+        keeps: S, where its marks say what is kept before the first step: "copy", what the first rank has;
+            "zeros", a vector without names, of each rank where it is its own. None: `start` does.
         consensus: the field of S that is the model which other ranks go on from; "": the mean of x.
         leaves_frozen: whether x lacks parameters that are frozen now; only the optimizer changes them then.
         weighs: whether it looks at `World.weight` itself; else it is given `weighted` gradients.
@@ -199,15 +202,19 @@ class Paper(Generic[S]):
     chooses: ClassVar[bool] = False
 
     def start(self, x: Vecs, w: World) -> S:
-        """Return what is kept before the first step; by default what the marks of `keeps` say, or nothing.
-
-        Copies begin as the parameters of the first rank, and a part as what the wire keeps.
-        """
+        """Return what is kept before the first step; by default what the marks of `keeps` say, or nothing."""
         if self.keeps is None:
             return None  # type: ignore[return-value]  # S is None
-        copies = {name: x[w.ranks[0]] for name, what in begins_of(self.keeps).items() if what == COPY}
-        wires = {name: w.wire.start(x, w) for name in names_of_parts(self.keeps)}
-        kept: S = self.keeps(**copies, **wires)
+        begun: dict[str, Any] = {}
+        for each in fields(self.keeps):
+            owner, begin = each.metadata[OWNER], each.metadata[BEGIN]
+            if owner == "part":
+                begun[each.name] = w.wire.start(x, w)
+            elif begin == COPY:
+                begun[each.name] = x[w.ranks[0]]
+            elif owner == "own" and begin == ZEROS:
+                begun[each.name] = everyone(Vec(), w)
+        kept: S = self.keeps(**begun)
         return kept
 
     def reduce(self, s: S, g: Vecs, w: World) -> tuple[S, Vecs]:
@@ -259,6 +266,12 @@ def weighted(v: Mapping[int, Vec], n: Mapping[int, float]) -> Vecs:
 def everyone(v: Vec, w: World) -> Vecs:
     """Return v for each rank."""
     return dict.fromkeys(w.ranks, v)
+
+
+def host_means(v: Vecs, w: World) -> Vecs:
+    """Return for each rank the mean over the ranks of its host."""
+    means = {host: mean({i: v[i] for i in host}, w) for host in w.hosts}
+    return {i: means[host] for host in w.hosts for i in host}
 
 
 def sent(kept: Any, v: Vecs, w: World, n: Mapping[int, float] | None = None) -> tuple[Any, Vec]:

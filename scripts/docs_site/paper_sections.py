@@ -10,7 +10,7 @@ import mpisgd
 __all__ = ["PAPERS", "section_of"]
 
 METHODS = Path(mpisgd.__file__).parent / "methods"
-KIT = "[paper_kit](../../../mpisgd/methods/paper_kit.py)"
+KITS = ("paper_kit", "compression_kit")
 
 
 def papers() -> dict[str, tuple[str, ...]]:
@@ -48,7 +48,8 @@ def section_of(name: str) -> str:
 def _section(folder: str) -> str:
     path = f"mpisgd/methods/{folder}/paper.py"
     text = (METHODS / folder / "paper.py").read_text()
+    kits = [f"[{kit}](../../../mpisgd/methods/{kit}.py)" for kit in KITS if f".{kit} import" in text]
     return (
-        f"**The algorithm, all of it**, with all ranks in one process, written with {KIT}: [{path}]"
-        f"(../../../{path}). Tests compare this method with it.\n\n```python\n{text}```\n\n"
+        f"**The algorithm, all of it**, with all ranks in one process, written with {' and '.join(kits)}: "
+        f"[{path}](../../../{path}). Tests compare this method with it.\n\n```python\n{text}```\n\n"
     )

@@ -26,8 +26,8 @@ __all__ = ["DeepGradient", "State"]
 class State:
     """What is kept: velocities, what waits, and how many reductions there were."""
 
-    u: Vecs = own(default_factory=dict)
-    v: Vecs = own(default_factory=dict)
+    u: Vecs = own(default_factory=dict, begin="zeros")
+    v: Vecs = own(default_factory=dict, begin="zeros")
     k: int = alike(0)
 
 
@@ -35,6 +35,7 @@ class State:
 class DeepGradient(Paper[State]):
     """The momentum is here, and not in the wrapped optimizer."""
 
+    keeps = State
     rounds, chooses = False, True
 
     r: float
@@ -43,9 +44,6 @@ class DeepGradient(Paper[State]):
     T: int = 0
     r_0: float = 0.25
     c: float = math.inf
-
-    def start(self, x: Vecs, w: World) -> State:
-        return State({i: Vec() for i in w.ranks}, {i: Vec() for i in w.ranks})
 
     def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         ratio = max(self.r, self.r_0 * (self.r / self.r_0) ** (s.k / self.T)) if s.k < self.T else self.r

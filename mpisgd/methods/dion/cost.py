@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 from mpisgd.methods.cost_kit import (
@@ -19,6 +18,7 @@ from mpisgd.methods.cost_kit import (
     World,
 )
 from mpisgd.methods.cost_steps import kept, trained, update
+from mpisgd.methods.dion.dion import rank_of
 
 __all__ = ["cost", "cycle"]
 
@@ -57,20 +57,16 @@ def cost(options: Mapping[str, Any], sizes: Sizes, world: World, step: int) -> I
     yield Free("strategy", left + right)
 
 
-def _rank(parameter: Parameter, fraction: float) -> int:
-    return max(1, ceil(fraction * min(parameter.shape)))
-
-
 def _factor_bytes(parameter: Parameter, dim: int, fraction: float) -> int:
     """Return the bytes of a factor with as many rows as a dimension of a matrix."""
-    return parameter.shape[dim] * _rank(parameter, fraction) * max(WIDE, parameter.itemsize)
+    return parameter.shape[dim] * rank_of(parameter.shape, fraction) * max(WIDE, parameter.itemsize)
 
 
 def _state_bytes(parameter: Parameter, fraction: float) -> int:
     """Return those of AdamW's moments, or of the momentum of a matrix and its right factor."""
     if len(parameter.shape) != 2:
         return 2 * parameter.nbytes
-    return parameter.nbytes + parameter.shape[1] * _rank(parameter, fraction) * parameter.itemsize
+    return parameter.nbytes + parameter.shape[1] * rank_of(parameter.shape, fraction) * parameter.itemsize
 
 
 def cycle(options: Mapping[str, Any], world: World) -> Cycle:

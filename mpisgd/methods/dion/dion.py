@@ -10,7 +10,7 @@ gradients, and their mean is that of the paper:
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import ceil, sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,6 @@ from mpisgd.methods.compressed_momentum.compressed_momentum import (
 )
 from mpisgd.methods.compressed_momentum.means import combine
 from mpisgd.methods.compressed_momentum.moments import Trained
-from mpisgd.methods.dion.paper import rank_of
 from mpisgd.methods.muon.matrix_groups import (
     ADAMW,
     ALGORITHM,
@@ -48,6 +47,11 @@ SCALES: Mapping[str, Callable[[torch.Size], float]] = {
     "spectral_norm": lambda shape: sqrt(shape[0] / shape[1]),
     "match_rms_adamw": lambda shape: 0.2 * sqrt(max(shape)),
 }
+
+
+def rank_of(shape: Sequence[int], fraction: float) -> int:
+    """Return how many columns the factors of a matrix have."""
+    return max(1, ceil(fraction * min(shape)))
 
 
 class Dion(OptimizerByAlgorithm, CompressedMomentumOptimizer):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, filled, mean
 
-__all__ = ["Dion", "State", "dion", "rank_of"]
+__all__ = ["Dion", "State", "dion"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Dion(Paper[State]):
     def start(self, x: Vecs, w: World) -> State:
         matrices = {name: X for name, X in x[w.ranks[0]].items() if X.dim() == 2}
         first = w.draw(0, None)
-        Q = {name: first.normal(name, X, rank_of(X.shape, self.fraction)) for name, X in matrices.items()}
+        r = {name: max(1, ceil(self.fraction * min(X.shape))) for name, X in matrices.items()}
+        Q = {name: first.normal(name, X, r[name]) for name, X in matrices.items()}
         return State(Vec(matrices).each(torch.zeros_like), Vec(Q))
 
     def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
@@ -70,8 +71,3 @@ def dion(G: Tensor, M: Tensor, Q: Tensor, mu: float, eps: float) -> tuple[Tensor
     R = B.T @ P
     Q = R / (R.norm(dim=0) + eps)
     return B - (1 - mu) * P @ R.T, Q, P @ Q.T
-
-
-def rank_of(shape: torch.Size, fraction: float) -> int:
-    """Return r."""
-    return max(1, ceil(fraction * min(shape)))

@@ -1,10 +1,9 @@
 """Local SGD: ranks step by themselves, and every H steps their parameters become the mean.
 
-Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1; post-local and hierarchical: Lin,
-Stich, Patel and Jaggi 2020, "Don't Use Large Mini-Batches, Use Local SGD"; growing H: Haddadpour et al. 2019,
-"Local SGD with Periodic Averaging"; compressed: Basu et al. 2019, "Qsparse-local-SGD", algorithm 1; with n_i:
-McMahan et al. 2017, "Communication-Efficient Learning", algorithm 1; with a mean of what optimizers keep: Yu,
-Jin and Yang 2019, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", algorithm 1.
+Stich 2019, "Local SGD Converges Fast and Communicates Little", algorithm 1; with warm-up, and on hosts: Lin
+et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD"; growing H: Haddadpour et al. 2019; compressed:
+Basu et al. 2019, "Qsparse-local-SGD", algorithm 1; with n_i: McMahan et al. 2017, algorithm 1; with a mean of
+what optimizers keep: Yu, Jin and Yang 2019, algorithm 1.
 
     x_i <- x_i - u(g_i)                      u: of the optimizer; takes the mean gradient for `warmup` steps
     x_i <- y <- y + mean of c_i (x_i - y)    after every H-th step; y: the last mean; the x of a lone rank
@@ -17,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, mean, own, part, sent
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, host_means, own, part, sent
 
 __all__ = ["LocalSGD", "State"]
 
@@ -27,7 +26,7 @@ class State:
     """What is kept, by the symbols above; `warmup`: what the compressor keeps of gradients."""
 
     since: int = alike(0)  # steps since the last mean
-    H: int = alike(1)  # of the next one
+    H: int = alike(0)  # of the next one; 0: as it begins
     n: dict[int, float] = own(default_factory=dict)
     y: Vec = alike(default_factory=Vec, begin="copy")
     wire: Any = part(lambda: None)
@@ -48,9 +47,6 @@ class LocalSGD(Paper[State]):
     H_max: float = math.inf
     averages_state: bool = False
 
-    def start(self, x: Vecs, w: World) -> State:
-        return replace(super().start(x, w), H=self.H)
-
     def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
         if w.step > self.warmup:
             return s, g
@@ -63,17 +59,14 @@ class LocalSGD(Paper[State]):
         if w.step <= self.warmup:
             return s, x
         s = replace(s, since=s.since + 1, n={i: s.n.get(i, 0) + w.weight[i] for i in w.ranks})
-        if s.since < s.H:
-            return s, self._on_hosts(s, x, w)
+        if s.since < (H := s.H or self.H):
+            if not self.H_host or s.since % self.H_host:
+                return s, x
+            for host in w.hosts if self.averages_state else ():
+                w.average_state(dict.fromkeys(host, 1))
+            return s, host_means(x, w)
         if self.averages_state:
             w.average_state(s.n)
         wire, change = sent(s.wire, {i: x[i] - s.y for i in w.ranks}, w, s.n)
-        y, H = s.y + change, min(math.ceil(s.H * self.growth), max(self.H_max, self.H))
-        return State(H=int(H), y=y, wire=wire, warmup=s.warmup), everyone(y, w)
-
-    def _on_hosts(self, s: State, x: Vecs, w: World) -> Vecs:
-        for host in w.hosts if self.H_host and s.since % self.H_host == 0 else ():
-            x = x | dict.fromkeys(host, mean({i: x[i] for i in host}, w))
-            if self.averages_state:
-                w.average_state(dict.fromkeys(host, 1))
-        return x
+        y, H_next = s.y + change, min(math.ceil(H * self.growth), max(self.H_max, self.H))
+        return State(H=int(H_next), y=y, wire=wire, warmup=s.warmup), everyone(y, w)

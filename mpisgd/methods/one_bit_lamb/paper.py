@@ -11,8 +11,7 @@ x by itself, with s(v) = sqrt(v) + eps and d = m / s(v), u = d + decay x:
               r <- h (max of s(v) / s(f)) + 1 - h, within r_limits, and 1 - q and 1 + q times r;   k = r a
     always:   x <- x - lr k u
 
-lr is a function of t. The paper has no h = |d| / |u|, at most 1: without decay it is 1. Where v is 0 so is n:
-there was no gradient, and what comes is noise.
+lr is a function of t. The paper has no h = |d| / |u|, at most 1: without decay it is 1.
 """
 
 from dataclasses import dataclass, replace

@@ -29,12 +29,10 @@ class State:
 class SignSGD(Paper[State]):
     """There is no error feedback."""
 
+    keeps = State
     counts = True
 
     vote: bool = True
-
-    def start(self, x: Vecs, w: World) -> State:
-        return State()
 
     def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
 

@@ -29,8 +29,8 @@ class State:
     """What is kept, by the symbols above; y are the parameters at the last meeting."""
 
     y: Vec = alike(default_factory=Vec, begin="copy")
-    m: Vecs = own(default_factory=dict)
-    u: Vecs = own(default_factory=dict)
+    m: Vecs = own(default_factory=dict, begin="zeros")
+    u: Vecs = own(default_factory=dict, begin="zeros")
     v: Vec = alike(default_factory=Vec)
     j: int = alike(0)
     r: float = alike(0.0)
@@ -50,9 +50,6 @@ class ZeroOneAdam(Paper[State]):
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
-
-    def start(self, x: Vecs, w: World) -> State:
-        return replace(super().start(x, w), m=everyone(Vec(), w), u=everyone(Vec(), w))
 
     def update(self, s: State, x: Vecs, g: Vecs, w: World) -> tuple[State, Vecs]:
         g, r_t, b1, b2 = filled(g), self.lr(w.step) / (1 - self.b1**w.step), self.b1, self.b2

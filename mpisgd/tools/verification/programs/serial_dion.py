@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 import torch
 
 from mpisgd.compress.randomness import generator
 from mpisgd.methods.dion.dion import EPS, SCALES
-from mpisgd.methods.dion.paper import dion, rank_of
+from mpisgd.methods.dion.paper import dion
 
 __all__ = ["SerialDion"]
 
@@ -38,7 +39,7 @@ class SerialDion(torch.optim.Optimizer):
     def _matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
         state, lr = self.state[param], group["lr"]
         if not state:
-            columns = rank_of(param.shape, group["rank_fraction"])
+            columns = max(1, ceil(group["rank_fraction"] * min(param.shape)))
             first = generator(0, 0, param.numel()).standard_normal((param.shape[1], columns))
             state["momentum"], state["factor"] = torch.zeros_like(param), torch.from_numpy(first).to(param)
         assert param.grad is not None
