@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from mpisgd.arguments import check_flag, check_positive, shown
 from mpisgd.compress.block_code import BlockCode
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
@@ -15,7 +17,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.methods.block_quantized import paper
 from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.two_step.two_step_exchange import Errors
+from mpisgd.methods.two_step.two_step_exchange import Errors, MakeCode
 from mpisgd.methods.two_step.two_step_reducer import TwoStepReducer, lengths_of
 
 __all__ = ["BlockQuantized"]
@@ -67,8 +69,22 @@ class BlockQuantized(Compressor):
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer, which sends the codes of a bucket to the owners of chunks, and back."""
-        code = partial(BlockCode, bits=self.bits, block=self.block)
-        return TwoStepReducer(lengths_of(layout), layout, code, Errors() if self.error_feedback else None)
+        errors = Errors() if self.error_feedback else None
+        return TwoStepReducer(lengths_of(layout), layout, self.make_code, errors)
+
+    @property
+    def make_code(self) -> MakeCode:
+        """What makes the codes of chunks."""
+        return partial(BlockCode, bits=self.bits, block=self.block)
+
+    def code_of(self, lengths: Sequence[int], dtype: torch.dtype) -> BlockCode:
+        """Return the code of pieces of these lengths, in a message of no other size than that."""
+        return BlockCode(lengths, dtype, len(lengths), sum(lengths), bits=self.bits, block=self.block)
+
+    @property
+    def largest(self) -> int:
+        """L, the largest multiple of a scale."""
+        return (1 << (self.bits - 1)) - 1
 
     def coding(self) -> Coding:
         """See `mpisgd.methods.coding`. Codes and scales go to owners of chunks, those of the mean to all."""
@@ -79,4 +95,4 @@ class BlockQuantized(Compressor):
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""
-        return paper.BlockQuantized(L=2 ** (self.bits - 1) - 1, B=self.block, feedback=self.error_feedback)
+        return paper.BlockQuantized(L=self.largest, B=self.block, feedback=self.error_feedback)
