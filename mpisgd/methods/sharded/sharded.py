@@ -54,7 +54,6 @@ CODED = replace(
     SHARDED,
     of="Sharded(gradients=)",
     compression=Compressions("no", (needs_none,)),
-    share_parameters=no("gradients=BlockQuantized(...) is for parameters of which each rank has a copy"),
 )
 IN_FILES = replace(
     SHARDED,
