@@ -17,7 +17,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.methods.block_quantized import paper
 from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.two_step.two_step_exchange import Errors, MakeCode
+from mpisgd.methods.two_step.two_step_exchange import Errors
 from mpisgd.methods.two_step.two_step_reducer import TwoStepReducer, lengths_of
 
 __all__ = ["BlockQuantized"]
@@ -36,8 +36,9 @@ class BlockQuantized(Compressor):
     in the order of the ranks; all ranks receive Q of that average, with the same bits. Blocks begin anew with
     each parameter and each chunk.
 
-    Between hosts use `PerHost(BlockQuantized(bits=4))`: the ranks of a host then average in shared memory
-    what ZeRO++ quantizes a first time there. Infinite and NaN gradients arrive as such, at least in places.
+    Between hosts use `PerHost(BlockQuantized(bits=4))`, or `Sharded(gradients=BlockQuantized(bits=4))`: the
+    ranks of a host then average in shared memory what ZeRO++ quantizes a first time there. Infinite and NaN
+    gradients arrive as such, at least in places.
 
     Attributes:
         bits: bits of an element, including the sign; 2 to 8.
@@ -69,13 +70,8 @@ class BlockQuantized(Compressor):
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer, which sends the codes of a bucket to the owners of chunks, and back."""
-        errors = Errors() if self.error_feedback else None
-        return TwoStepReducer(lengths_of(layout), layout, self.make_code, errors)
-
-    @property
-    def make_code(self) -> MakeCode:
-        """What makes the codes of chunks."""
-        return partial(BlockCode, bits=self.bits, block=self.block)
+        code = partial(BlockCode, bits=self.bits, block=self.block)
+        return TwoStepReducer(lengths_of(layout), layout, code, Errors() if self.error_feedback else None)
 
     def code_of(self, lengths: Sequence[int], dtype: torch.dtype) -> BlockCode:
         """Return the code of pieces of these lengths, in a message of no other size than that."""
