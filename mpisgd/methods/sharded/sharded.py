@@ -18,7 +18,6 @@ import torch
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import check_flag, shown
-from mpisgd.dtypes import FLOATING
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.block_quantized.block_quantized import BlockQuantized
 from mpisgd.methods.paper_kit import Paper
@@ -145,8 +144,9 @@ class Sharded(Strategy):
                 "Sharded: gradients=BlockQuantized(error_feedback=True): what sums of hosts leave out is not "
                 "kept; leave out error_feedback"
             )
-        if self.offload is not None:
-            raise InvalidArgument(f"Sharded: gradients={gradients} does not go with offload={self.offload}")
+        for name in ("offload", "master_dtype", "overlap_forward"):
+            if value := getattr(self, name):
+                raise InvalidArgument(f"Sharded: gradients={gradients} does not go with {name}={value}")
 
     @property
     def goes_with(self) -> GoesWith:
@@ -175,10 +175,10 @@ class Sharded(Strategy):
                 "whose step is none of torch's that update each element by itself, such as SGD's or AdamW's"
             )
         for name, param in training.named:
-            if on_device(param) or param.dtype not in FLOATING:
+            if on_device(param) or param.dtype not in (torch.float32, torch.float64):
                 raise InvalidArgument(
                     f"Sharded: gradients={self.gradients} does not go with {name}, {param.dtype} on "
-                    f"{param.device}; expected floats on the CPU"
+                    f"{param.device}; expected float32 or float64 on the CPU"
                 )
 
     def updates_files(self, training: Training) -> bool:

@@ -215,3 +215,7 @@ def test_what_is_no_block_code_is_refused():
         Sharded(gradients=BlockQuantized(error_feedback=True))
     with pytest.raises(mpisgd.InvalidArgument, match="does not go with offload"):
         Sharded(gradients=GRADIENTS, offload=mpisgd.Offload("/scratch"))
+    with pytest.raises(mpisgd.InvalidArgument, match="does not go with master_dtype"):
+        Sharded(gradients=GRADIENTS, master_dtype=torch.float64)
+    with pytest.raises(mpisgd.InvalidArgument, match="does not go with overlap_forward"):
+        Sharded(gradients=GRADIENTS, overlap_forward=True)
