@@ -1,5 +1,6 @@
 """What papers of compressed methods are written with: operators, error feedback, and compressed momentum."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -175,7 +176,7 @@ class TwoStepCompressor(Paper[Errors]):
 
     def C(self, v: Vec, w: World) -> Vec:
         """Return what arrives of v."""
-        out = v.each(lambda tensor: torch.zeros(tensor.numel(), dtype=tensor.dtype))
+        out = v.each(lambda tensor: torch.full((tensor.numel(),), math.nan, dtype=tensor.dtype))
         for name, begin, end in (piece for chunk in w.layout for piece in chunk if piece.name in v):
             out[name][begin:end] = self.of_piece(v[name].flatten()[begin:end])
         return Vec({name: tensor.view(v[name].shape) for name, tensor in out.items()})

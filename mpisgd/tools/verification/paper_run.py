@@ -240,7 +240,10 @@ class PaperRun:
             self.x, self.state = _converted(self.x, new), _converted(self.state, new)
 
     def _end(self, w: World) -> None:
-        self.state, x = self.paper.after(self.state, self._seen(), w)
+        x = self._seen()
+        # What a method sends of parameters is of frozen ones, too, if they may have changed before.
+        w = self._world(w.weight, list(x[self.ranks[0]]))
+        self.state, x = self.paper.after(self.state, x, w)
         self._take(x)
         for rank in self.ranks:
             self._put(rank, self.x[rank])
@@ -281,11 +284,15 @@ class PaperRun:
 
     # -- parameters and optimizers ------------------------------------------------------------------
 
-    def _world(self, weight: Mapping[int, float] | None = None) -> World:
+    def _world(
+        self, weight: Mapping[int, float] | None = None, travelling: Sequence[str] | None = None
+    ) -> World:
+        """Return what a paper sees; `travelling`: parameters that are sent, by default the trained ones."""
         _, wire, layout_of, draw = self._definition
         params = self._params[self.ranks[0]]
-        trained = [name for name in self.x[self.ranks[0]] if params[name].requires_grad]
-        layout = layout_of(self.x[self.ranks[0]].only(trained))
+        if travelling is None:
+            travelling = [name for name in self.x[self.ranks[0]] if params[name].requires_grad]
+        layout = layout_of(self.x[self.ranks[0]].only(travelling))
         return World(
             ranks=self.ranks,
             hosts=self._hosts,
