@@ -211,6 +211,7 @@ CHANGING: list[dict[str, Any]] = [
     {"strategy": DiLoCo(2)},
     {"strategy": DiLoCo(2), "compression": compress.TopK(0.2)},
     {"strategy": ElasticAveraging(every=2)},
+    {"strategy": LocalSGD(3), "compression": compress.BlockQuantized()},
     {"strategy": ElasticAveraging(every=2), "compression": compress.TopK(0.2)},
     {"strategy": Gossip("ring")},
     {"strategy": Gossip("ring", style="combine_then_adapt")},
