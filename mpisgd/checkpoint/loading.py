@@ -246,7 +246,20 @@ def _shape(shape: torch.Size | None) -> str:
 
 
 def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any], needs: Needs) -> None:
-    """Load every object; raise on every rank if one `load_state_dict` raises. Collective."""
+    """Load every object; raise on every rank if one `load_state_dict` raises. Collective.
+
+    Models whose parameters the ranks share come first: what others load may look at these, and they are there
+    when all ranks have loaded their parts.
+    """
+    shared = {n: value for n, value in objects.items() if n in needs and isinstance(value, nn.Module)}
+    if shared:
+        _load_all(group, state, shared, needs, "shared parameters")
+    _load_all(group, state, {n: v for n, v in objects.items() if n not in shared}, needs, "loaded")
+
+
+def _load_all(
+    group: Group, state: Mapping[str, Any], objects: Mapping[str, Any], needs: Needs, what: str
+) -> None:
     problem = None
     for name, value in objects.items():
         try:
@@ -259,7 +272,7 @@ def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any], ne
         except Exception as exc:
             problem = f"{name}.load_state_dict() raised {type(exc).__name__}: {exc}"
             break
-    agree(group, Operation("checkpoint.load", extra="loaded"), problem, CheckpointError)
+    agree(group, Operation("checkpoint.load", extra=what), problem, CheckpointError)
 
 
 def _load_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mpisgd.checkpoint import format, loading
 from mpisgd.job.lifecycle import world
 from mpisgd.methods.parameter_server.shard_memory import ShardMemory
 from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.sharding import module_parts
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -223,6 +225,40 @@ def test_one_copy_of_the_parameters_is_loaded_once_on_each_host(
         resumed.model.inner.weight.data = resumed.model.inner.weight.detach().clone()
         checkpoint.load(folder, model=resumed.model, group=group)
         everyone(have_same_bits(dict(resumed.model.state_dict()), saved), "own memory was not loaded")
+
+
+class Follower:
+    """Takes what a model has when its own state is loaded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.seen = model, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = copy.deepcopy(dict(self.model.state_dict()))
+
+
+def test_what_is_loaded_with_a_shared_model_finds_it_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with group_of_hosts([0] * mpisgd.size()) as group:
+        run = Run(group, "shared", folder, seed=1)
+        checkpoint.save(folder, 1, model=run.model, follower=Follower(run.model), group=group)
+        saved = copy.deepcopy(dict(run.model.state_dict()))
+        resumed = Run(group, "shared", folder, seed=2)
+        load_into = module_parts._load_into
+
+        def late(*args: Any) -> None:
+            if group.rank == 0:
+                time.sleep(0.1)
+            load_into(*args)
+
+        monkeypatch.setattr("mpisgd.sharding.module_parts._load_into", late)
+        follower = Follower(resumed.model)
+        checkpoint.load(folder, model=resumed.model, follower=follower, group=group)
+        everyone(have_same_bits(follower.seen, saved), "it has seen what was there before")
 
 
 def test_parameters_in_files_travel_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
