@@ -22,7 +22,7 @@ MORE = {
     "MPISGD_SHARED_MEMORY": "../concepts/transports.md",
     "MPISGD_CROSS_MEMORY": "../concepts/transports.md",
     "MPISGD_FULL_TRACEBACK": "../concepts/order-and-checks.md#different-calls",
-    "MPISGD_CHECK_STAGING": "../architecture.md#transports-of-host-memory",
+    "MPISGD_CHECK_STAGING": "../internals/transports.md#transports-of-host-memory",
     "MPISGD_KEEP_MEMORY": "../how-to/performance.md#large-layers-on-cpus",
     "MPISGD_GPU": "../how-to/gpus.md",
     "MPISGD_PROFILE": "../concepts/transports.md#which-algorithm-auto-takes",

@@ -31,7 +31,7 @@ def test_only_what_is_drawn_may_follow(places, drawn):
 
 @pytest.mark.parametrize("place", [*GradientPlace, *StatePlace], ids=lambda place: place.name)
 def test_each_place_is_drawn_and_explained_in_the_documentation_too(place):
-    page = Path(__file__).parents[3] / "docs" / "architecture.md"
+    page = Path(__file__).parents[3] / "docs" / "internals" / "one-step.md"
     for text in (drawings.__doc__, page.read_text()):
         lines = [line.strip() for line in text.splitlines() if place.name in line.split()]
         assert any("->" in line for line in lines), "it is not drawn"
