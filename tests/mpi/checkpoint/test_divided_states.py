@@ -65,7 +65,7 @@ class Run:
         self.model: nn.Module = Net(width).to(options.pop("dtype", torch.float64))
         if "offload" in options:
             what = options.pop("offload")
-            offload = mpisgd.Offload(str(folder / "offload"), what=what, block_bytes=4096, io="buffered")
+            offload = mpisgd.Offload(str(folder / "offload"), what=what, block_bytes=32768, io="buffered")
             if "parameters" in what:
                 mpisgd.offload_parameters(self.model, offload, group=group)
             options["strategy"] = mpisgd.Sharded(1, offload=offload)
