@@ -153,7 +153,10 @@ def train_all(runs, num_ranks: int) -> None:
     """Make several runs in one job."""
     path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
     args = json.dumps([(name, [*map(str, options)]) for name, options in runs.items()])
-    env = {"PYTHONPATH": path}
+    env = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }  # two threads of one process wait for each other's core
     done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env=env, quiet_s=400)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 

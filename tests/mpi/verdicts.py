@@ -22,8 +22,9 @@ def referee() -> Any:
 @lru_cache(maxsize=1)
 def _of_processes() -> MPI.Intracomm:
     from mpi4py import MPI
+    from process_referee import ProcessReferee
 
-    return MPI.COMM_WORLD.Dup()
+    return ProcessReferee(MPI.COMM_WORLD.Dup())
 
 
 def everyone(condition: bool, message: str = "") -> None:
