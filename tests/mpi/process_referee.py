@@ -1,4 +1,4 @@
-"""A communicator for tests, which waits asleep: MPI's own calls wait on a core that others could use meanwhile."""
+"""A communicator for tests that waits asleep: MPI waits on a core, which others could use meanwhile."""
 
 from __future__ import annotations
 
