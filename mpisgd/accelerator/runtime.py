@@ -138,7 +138,7 @@ _stand_in: Cuda | None = None
 
 
 def runtime() -> Cuda:
-    """Return what drives the devices here."""
+    """Return the runtime of the devices here."""
     return _stand_in or _CUDA
 
 

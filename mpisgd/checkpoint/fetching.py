@@ -66,7 +66,7 @@ class _Divided(NamedTuple):
     key: Hashable
 
     def needed(self, needs: Needs) -> NeededPart:
-        """Return what a rank needs of it."""
+        """Return the part that a rank needs."""
         return needs[self.name][self.key]
 
     def room(self, needs: Needs, empty: Allocate) -> Tensor | LoadedPart:

@@ -128,7 +128,7 @@ class Opened:
 
 
 def read(storage: Storage, name: str, objects: Collection[str] = ()) -> tuple[Document, dict[str, Tensor]]:
-    """Return what is in a checkpoint, after every byte of it was checked.
+    """Read a checkpoint, after every byte of it was checked.
 
     Args:
         storage: where it is.

@@ -180,7 +180,7 @@ def _document(fields: dict[str, Any]) -> Document:
 
 
 def _entries(content: Mapping[str, Any], crc32: Mapping[str, Any]) -> list[Entry]:
-    """Return what lies in the data, in its order, without gaps."""
+    """Return the entries of the data, in its order, without gaps."""
     placed = []
     for name, entry in content.items():
         fields = _mapping(entry, name)

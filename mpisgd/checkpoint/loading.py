@@ -144,7 +144,7 @@ def load(
 
 
 def _memory(group: Group, folder: Path | None) -> Allocate:
-    """Return what makes memory for what is read. Collective where that is in files."""
+    """Return a function that allocates memory for what is read. Collective where that is in files."""
     if folder is None:
         return lambda shape, dtype: torch.empty(shape, dtype=dtype)
     with raised_on_every_rank(group):
@@ -152,7 +152,7 @@ def _memory(group: Group, folder: Path | None) -> Allocate:
 
 
 def _needs(group: Group, objects: Mapping[str, Any]) -> Needs:
-    """Return what this rank needs of the objects that the ranks divide."""
+    """Return the parts that this rank needs of the objects that the ranks divide."""
     found: dict[str, Any] = {}
     for name, value in objects.items():
         if group.size > 1 and isinstance(value, DistributedOptimizer):
@@ -182,7 +182,7 @@ def _shares(
     common: Mapping[str, Any],
     objects: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return what each rank gets of what belongs to single ones, on the root. Collective."""
+    """Return each rank's share of the entries of single ranks, on the root. Collective."""
     parts: list[dict[str, Any]] = []
     problem = None
     try:

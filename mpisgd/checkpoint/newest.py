@@ -35,7 +35,7 @@ class Seen(NamedTuple):
 
 
 def newest_seen(group: Group, kind: str, folder: Location) -> list[Seen] | None:
-    """Return what each host sees in the folder, on the root; None elsewhere. Collective."""
+    """Gather the checkpoints that each host sees in the folder, on the root; None elsewhere. Collective."""
     where = group.topology
     step = -1
     if where.local_rank == 0:

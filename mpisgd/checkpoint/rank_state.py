@@ -86,7 +86,7 @@ class _Outline(NamedTuple):
 
 
 def gather_own(group: Group, mine: Encoded) -> Encoded | None:
-    """Return what is each rank's own on the root, None elsewhere. Collective.
+    """Gather the entries that are each rank's own on the root; None elsewhere. Collective.
 
     Args:
         group: the ranks.
@@ -167,7 +167,7 @@ def take_out(document: Document) -> tuple[Document, Trees]:
 def shares(
     group: Group, found: OfRanks, num_saved: int, states: Mapping[str, Any], objects: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return what each rank gets of what belongs to single ones, by object. On the root; nothing elsewhere.
+    """Return each rank's share of the entries of single ranks, by object. On the root; nothing elsewhere.
 
     Args:
         group: the ranks.
@@ -222,7 +222,7 @@ def give_back(
 def _shares(
     size: int, num_saved: int, saved: list[dict[str, Any]], state: Mapping[str, Any], value: Any
 ) -> Sequence[dict[str, Any] | None]:
-    """Return what each of `size` ranks gets of what was saved of an object."""
+    """Return the share of each of `size` ranks in the saved entries of an object."""
     if not isinstance(value, HasOwnState):
         return [None] * size
     entry = state[ENTRY]

@@ -164,7 +164,7 @@ class _Report(NamedTuple):
 def _encode(
     state: Mapping[str, Any], group: Group
 ) -> tuple[Encoded, Encoded, dict[str, Any], Collection[str]]:
-    """Return what is common to all ranks, what is this one's own, and that by name as it is.
+    """Return the entries common to all ranks, this rank's own, and those by name, not encoded.
 
     And names of optimizers of whose state ranks other than the root may have a part only.
     """

@@ -173,7 +173,7 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
 
 
 def _as_these_ranks_have_it(group: Group, algorithm: str, tensor: Tensor) -> str:
-    """Return what the name of a transport's algorithm means in a group of this shape.
+    """Return the algorithm that the name of a transport stands for in a group of this shape.
 
     On one rank there is nothing to do; `node` between hosts is `hierarchical`, and that is `node` on one.
     """
@@ -206,7 +206,7 @@ def _warn(group: Group, reason: str) -> None:
 
 
 def _candidates(group: Group, tensor: Tensor, half: bool) -> tuple[str, ...]:
-    """Return what `auto` may take, the best guess first where nothing was measured.
+    """Return the algorithms that `auto` may take, the best guess first where nothing was measured.
 
     MPI would get 16-bit floats as float32, so they go through what adds them by itself.
     """

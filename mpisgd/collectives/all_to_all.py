@@ -215,7 +215,7 @@ def _deal_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
 def exchange_on_device(
     call: Call, backend: DeviceBackend, takes: Sequence[int], gives: Sequence[int]
 ) -> Callable[[], Any]:
-    """Return what begins to bring consecutive parts of all inputs to the ranks, and theirs to the outputs.
+    """Return a function that begins to exchange consecutive parts of the inputs with those of all ranks.
 
     Args:
         call: a root's collective has no outputs or no inputs on the other ranks.

@@ -217,7 +217,7 @@ class PreparedCall:
 def transport_for(
     group: Group, collective: str, dtype: torch.dtype | None, nbytes: int, *, tuned: bool = False
 ) -> HostTransport | None:
-    """Return what an operation goes through; None where it is MPI's turn. The same on all ranks.
+    """Return the transport of an operation; None where MPI takes it. The same on all ranks.
 
     Args:
         group: its ranks.
@@ -259,7 +259,7 @@ def device_backend(
     op: ReduceOp | None = None,
     dtypes: Sequence[torch.dtype] = (),
 ) -> DeviceBackend | None:
-    """Return what does an operation where its tensors lie; None: they go through host memory.
+    """Return the backend that runs an operation on the device; None: its tensors go through host memory.
 
     Collective at the group's first operation on a device.
 
@@ -343,7 +343,7 @@ def _operation(
 
 
 def device_kind(tensor: Tensor | None) -> str:
-    """Return what `Operation` calls the place of a tensor. Ranks may have devices of different numbers."""
+    """Return the kind of a tensor's device, as in `Operation`; ranks may have different numbers of it."""
     return runtime().kind if tensor is not None and on_device(tensor) else ""
 
 

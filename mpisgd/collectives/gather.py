@@ -72,7 +72,7 @@ def _gather_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
 
 
 def _takes_and_gives(call: Call, numel: int, takes: bool) -> tuple[list[int], list[int]]:
-    """Return what this rank exchanges with each: all with the root, where it `takes`, or gives, from all."""
+    """Return the elements that this rank sends to each and receives from each; the root `takes` from all."""
     with_all = [numel if takes else 0] * call.group.size
     with_root = [numel if rank == call.root else 0 for rank in range(call.group.size)]
     return with_all, with_root

@@ -136,7 +136,7 @@ def scatter_object(objects: Sequence[Any] | None = None, src: int = 0, group: Gr
 
 
 def _run(group: Group, operation: Operation, action: Callable[[], T]) -> T:
-    """Return what an action returns that is run in the group's queue."""
+    """Run an action in the group's queue, and return its result."""
     results: list[T] = []
     group.queue.run(operation, lambda: results.append(action()))
     return results[0]

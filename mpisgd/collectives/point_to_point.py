@@ -96,7 +96,7 @@ def _check_everyone_has_data(name: str, group: Group) -> None:
 
 
 def _guard(tensor: Tensor, group: Group) -> StreamGuard | None:
-    """Return what lets any thread bring a message to a device after what the caller's stream has to do."""
+    """Return a guard by which any thread copies to a device after the work of the caller's stream."""
     if not on_device(tensor):
         return None
     return StreamGuard(tensor.device, group.streams.get("messages", tensor.device), waits=True)

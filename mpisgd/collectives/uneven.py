@@ -41,7 +41,7 @@ def beside_ranks_without_data(
 
 
 def neutral(op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return what changes no reduction."""
+    """Return the neutral element of a reduction, in this shape."""
     if op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.BOR, ReduceOp.BXOR):
         return torch.zeros(shape, dtype=dtype)
     if op is ReduceOp.PRODUCT:

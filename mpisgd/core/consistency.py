@@ -150,7 +150,7 @@ class ConsistencyChecker:
         return self.communicator.global_ranks[self.communicator.rank]
 
     def text_of(self, operation: Operation) -> str:
-        """Return what messages say of an operation: its root as a rank of the job."""
+        """Describe an operation for messages: its root as a rank of the job."""
         if operation.root < 0:
             return str(operation)
         return str(operation._replace(root=self.communicator.global_ranks[operation.root]))

@@ -122,7 +122,7 @@ def _ranks_by(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
 
 
 def _shown(told: Iterable[Intention]) -> dict[str, str]:
-    """Return what is shown of each operation: all of it if MPISGD_FULL_TRACEBACK is set."""
+    """Return the fields of each operation that are shown: all if MPISGD_FULL_TRACEBACK is set."""
     texts: dict[str, set[str]] = defaultdict(set)
     for mine in told:
         texts[mine.kind].add(mine.text)

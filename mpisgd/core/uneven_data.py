@@ -54,7 +54,7 @@ class Told(NamedTuple):
         return 0 in self.examples
 
     def share(self, place: int) -> float:
-        """Return what a rank's part of a mean over all ranks is multiplied by."""
+        """Return the factor of a rank's part in a mean over all ranks."""
         return float(Fraction(self.examples[place] * len(self.examples), sum(self.examples)))
 
     def noted(self, bit: int) -> list[int]:
@@ -308,7 +308,7 @@ class UnevenData:
             )
 
     def _passed_on(self, mine: tuple[Any, Callable[[], Any]], first: int) -> Any:
-        """Return what the first rank that has data is about to do, with its detail. Collective."""
+        """Broadcast the next act of the first rank that has data, with its detail. Collective."""
         act, detail = mine
         return self.gather_objects((act, detail()) if self.group.rank == first else None)[first]
 
@@ -345,7 +345,7 @@ def _text(act: tuple[str, tuple[Any, ...]]) -> str:
 
 
 def acting(group: Group, name: str, *key: Any) -> contextlib.AbstractContextManager[Told | None]:
-    """Return what tells ranks without data of an act in a group; nothing outside of `join()`."""
+    """Return a context that tells ranks without data of an act; an empty one outside of `join()`."""
     data: UnevenData | None = group.queue.uneven
     if data is None:
         return contextlib.nullcontext()

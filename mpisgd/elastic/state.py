@@ -100,7 +100,7 @@ class State:
         world().queue.run(Operation("commit", extra=f"number {number}"), lambda: None)
 
     def _per_rank(self) -> dict[str, PerRank]:
-        """Return what differs between ranks now: values may have been assigned since the beginning."""
+        """Return the values that differ between ranks now: they may have been assigned meanwhile."""
         found = {name: handler.per_rank for name, handler in self._handlers.items()}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -85,7 +85,7 @@ class Graph(abc.ABC):
         return dense_of(self.rows(size, step))
 
     def exchange(self, rank: int, size: int, step: int = 0) -> Exchange:
-        """Return what a rank does in a step."""
+        """Return the ranks that a rank sends to and receives from in a step."""
         phases = self.num_phases(size)
         return _exchange(self, rank, size, step if phases is None else step % phases)
 

@@ -73,7 +73,7 @@ def _rows(weights: Sequence[Sequence[float]]) -> Rows:
 
 @lru_cache(maxsize=16)
 def _text(weights: Sequence[Sequence[float]]) -> str:
-    """Return what tells matrices apart."""
+    """Return a matrix as text, for comparisons."""
     if len(weights) <= MAX_SHOWN:
         return f"MixingMatrix({weights!r})"
     digest = hashlib.blake2b(repr(weights).encode(), digest_size=8).hexdigest()

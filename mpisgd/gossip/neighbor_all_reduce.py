@@ -33,7 +33,7 @@ __all__ = [
 
 
 def neighbor_gather(message: Tensor, graph: Graph, group: Group, step: int = 0) -> dict[int, Tensor]:
-    """Return what each rank that sends to this one has, by rank. Collective.
+    """Return the messages of the ranks that send to this one, by rank. Collective.
 
     Args:
         message: [n] bytes on the CPU, of the same size on all ranks.

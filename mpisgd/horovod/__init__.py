@@ -91,7 +91,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what is loaded on first use: its module loads torch's compiler, which takes as long as torch."""
+    """Load a name on first use whose module loads torch's compiler, which takes as long as torch."""
     if name != "SyncBatchNorm":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("mpisgd.horovod.sync_batch_norm").SyncBatchNorm

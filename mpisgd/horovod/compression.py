@@ -13,12 +13,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return what travels, and what `decompress` needs to know."""
+        """Return the tensor that is sent, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return what arrived in the form it had before `compress`."""
+        """Return a received tensor in the form that it had before `compress`."""
         raise NotImplementedError
 
 

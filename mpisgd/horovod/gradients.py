@@ -301,7 +301,7 @@ class GradientExchange:
     # -- sparse gradients --------------------------------------------------------------------------------
 
     def _sparse_name(self, index: int) -> str:
-        """Return what a sparse gradient is known by: in this step, since others may be in the next one."""
+        """Return the name of a sparse gradient in this step; the next step may have others."""
         return f"{self._label}.{self.named[index][0]}.{self._num_steps % 2}"
 
     def _send_sparse(self, index: int, grad: Tensor) -> None:

@@ -33,7 +33,7 @@ class JobPlace:
     kept: dict[type, Any] = field(default_factory=dict)
 
     def own(self, kind: type[T]) -> T:
-        """Return what is kept of a type; the first time it is made."""
+        """Return the job's object of a type; the first call makes it."""
         if kind not in self.kept:
             self.kept[kind] = kind()
         found: T = self.kept[kind]

@@ -237,7 +237,7 @@ def is_initialized() -> bool:
 
 
 def current_job() -> Job:
-    """Return what `init()` has set up; calls it if need be."""
+    """Return the job that `init()` has set up; calls it if need be."""
     job = job_place().job
     if job is None:
         init()

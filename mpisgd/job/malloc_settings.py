@@ -61,7 +61,7 @@ def return_freed_memory() -> None:
 
 
 def describe() -> str:
-    """Return what this process does with freed memory."""
+    """Describe whether this process keeps freed memory."""
     return _state
 
 

@@ -50,7 +50,7 @@ def mpi_defaults(
 
 
 def _security(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what replaces the choice of security that the launcher's PMIx gives to its clients."""
+    """Return variables that replace the security modules that the launcher's PMIx chooses."""
     offered = env.get(SECURITY_VARIABLE, "").split(",")
     return {SECURITY_VARIABLE: "native"} if {"munge", "native"} <= set(offered) else {}
 

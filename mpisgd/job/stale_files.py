@@ -87,7 +87,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _machine() -> str:
-    """Return what process ids of here belong to: this boot, and this container."""
+    """Return an id of this boot and this container, within which process ids are unique."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 

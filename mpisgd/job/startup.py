@@ -109,7 +109,7 @@ def load_mpi() -> Any:
 
 
 def _advice_for_debian() -> str:
-    """Return what to do where Debian's or Ubuntu's MPICH is installed, whose library mpi4py does not find."""
+    """Return advice for Debian's or Ubuntu's MPICH, whose library mpi4py does not find; "" elsewhere."""
     if ctypes.util.find_library("mpich") is None:
         return ""
     return (

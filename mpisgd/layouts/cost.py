@@ -165,7 +165,7 @@ def _empty(tensor: Tensor, device_type: str) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's local part of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -72,7 +72,7 @@ def _divided(tensor: Tensor, mesh: DeviceMesh, where: tuple[Placement, ...], src
 
 
 def _as_laid_out(where: tuple[Placement, ...]) -> Callable[[Tensor], Tensor]:
-    """Return what gives a gradient the layout of its parameter; sums over divided rows are added up so."""
+    """Return a function that gives a gradient its parameter's layout, adding up sums over divided rows."""
 
     def lay_out(grad: Tensor) -> Tensor:
         return grad.redistribute(placements=where) if isinstance(grad, DTensor) else grad

@@ -101,7 +101,7 @@ class MeshLayout(LayoutRules):
         outputs: Dims | None = None,
         loss: Loss | None = None,
     ) -> LayoutCost:
-        """Return what a training step of `model` would cost each rank; computes and sends nothing.
+        """Return the cost of a training step of `model` for each rank; computes and sends nothing.
 
         Needs no job, and asks about any number of ranks. Meanwhile no other thread may use torch.distributed.
 

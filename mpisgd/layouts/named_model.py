@@ -65,7 +65,7 @@ class NamedModel:
         return replace(self, example=[resized(arg) for arg in self.example])
 
     def cost(self, layout: MeshLayout) -> LayoutCost:
-        """Return what a training step in a layout costs each rank; see `MeshLayout.cost`.
+        """Return the cost of a training step in a layout for each rank; see `MeshLayout.cost`.
 
         Raises:
             InvalidArgument: the layout breaks a rule, or its step cannot be counted.

@@ -87,6 +87,6 @@ def _is_registered(world: Any) -> bool:
 
 
 def mark_of_pretended() -> str:
-    """Return what tells pretended ranks from others, and from those of before; "" where they are real."""
+    """Return a mark that other and earlier pretended ranks do not have; "" where ranks are real."""
     now = (ranks.number for ranks in _pretended.values() if ranks.world is distributed_c10d._world)
     return next((f" of pretended ranks, {number}" for number in now), "")

@@ -85,7 +85,7 @@ def _can_arrive(message: Message, rank: int, known: Mapping[int, RankState], abl
 
 
 def fingerprint(state: RankState) -> tuple[object, ...]:
-    """Return what is the same in two states of a rank that has not moved in between."""
+    """Return the part of a state that changes as soon as a rank moves."""
     return state.progress, *sorted(wait.serial for wait in state.waits)
 
 

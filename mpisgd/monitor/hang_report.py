@@ -78,7 +78,7 @@ def failed_thread_lines(states: Sequence[RankState]) -> list[str]:
 
 
 def activity(state: RankState, states: Sequence[RankState]) -> str:
-    """Return what a rank does, in one line."""
+    """Describe what a rank does, in one line."""
     wait = main_wait(state)
     if wait is not None:
         return f"waits{for_whom(wait, state.rank, states)}: {place(wait)}"

@@ -73,7 +73,7 @@ class FoundJob:
         return all(_is_over(member) for member in self.members.values())
 
     def states(self, host: str = "") -> list[RankState]:
-        """Return what the ranks do, in their order; within milliseconds where they answer.
+        """Return the states of the ranks, in their order; within milliseconds where they answer.
 
         Args:
             host: what those are said to be on that do not answer.
@@ -98,7 +98,7 @@ class FoundJob:
 
 
 def _told_by(member: Member, stamp: int) -> RankState | None:
-    """Return what a rank tells itself; None as long as it may still answer."""
+    """Return the state that a rank has sent itself; None as long as it may still answer."""
     rank, _, _, process, is_answering = member.who
     if member.pages.has_left(member.place):
         return RankState(rank, pid=process.pid, state=LEFT)

@@ -66,7 +66,7 @@ class MpiMailbox:
         return question.number
 
     def answer_from(self, rank: int, number: int) -> bytes | None:
-        """Return what a rank has answered to a question, None while there is nothing."""
+        """Return a rank's answer to a question, None until it has come."""
         with self._lock:
             return self._answers.get(number, {}).get(rank)
 

@@ -47,7 +47,7 @@ _OpenGroup = tuple["Group", "OperationQueue", "PointToPoint"]
 
 
 def _open_groups(groups: Iterable["Group"]) -> list[_OpenGroup]:
-    """Return what is read of those that can be used now: another thread may close one meanwhile."""
+    """Return the groups that can be used now, as they are read: another thread may close one meanwhile."""
     found = []
     for group in list(groups):
         with contextlib.suppress(MpisgdError):  # closed, or lost, or this rank is no member
@@ -58,7 +58,7 @@ def _open_groups(groups: Iterable["Group"]) -> list[_OpenGroup]:
 def take_snapshot(
     rank: int, host: str, groups: Iterable["Group"], reported: Sequence[int] = (), *, stacks: bool = True
 ) -> RankState:
-    """Return what this process does right now.
+    """Return the state of this process.
 
     Args:
         rank: its global rank.
@@ -155,7 +155,7 @@ def _wait(
 
 
 def _wait_of_callback(callback: RunningCallback) -> Wait:
-    """Return what a callback of the program is for those that wait for its end."""
+    """Describe a running callback of the program as a wait: others wait for its end."""
     return Wait(
         f"a callback on the future of {callback.name}",
         callback.group,

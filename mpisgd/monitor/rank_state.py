@@ -37,7 +37,7 @@ UNRESPONSIVE = "unresponsive"  # it does not answer, and nobody can say more tha
 
 
 def group_key(ranks: Sequence[int], ordinal: int) -> str:
-    """Return what a group is known by on all of its ranks, which may have different names for it."""
+    """Return a key of a group that is the same on all of its ranks, whatever names they have for it."""
     return f"[{','.join(map(str, ranks))}] {ordinal}"
 
 

@@ -117,7 +117,7 @@ class ShmMailbox(MailboxPages):
         return any(key in words[REPORTED : REPORTED + MAX_REPORTED] for words in self._words.values())
 
     def reported(self) -> list[int]:
-        """Return what this rank has reported."""
+        """Return the keys of the stalls that this rank has reported."""
         return [key for key in self._mine[REPORTED : REPORTED + MAX_REPORTED] if key]
 
     # -- notices ---------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class ShmMailbox(MailboxPages):
             self.ask(here)
 
     def notices(self) -> list[bytes]:
-        """Return what others have let this rank know since this was last called."""
+        """Return the notices that other ranks have sent to this one since the last call."""
         found = []
         for rank, words in self._words.items():
             stamp = words[NOTICE.word]

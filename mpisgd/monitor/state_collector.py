@@ -102,7 +102,7 @@ class StateCollector:
         return take_snapshot(self.rank, self.host, self._groups, self.shm.reported(), stacks=stacks)
 
     def collect(self, *, deep: bool = False) -> list[RankState]:
-        """Return what every rank of the job does, by rank. Not collective; any thread may call it.
+        """Return the state of every rank of the job, by rank. Not collective; any thread may call it.
 
         Takes milliseconds where all ranks share a host and answer, about a second with others, and up to
         five where somebody does not answer, who is then described as far as can be seen.
@@ -184,7 +184,7 @@ class StateCollector:
             mailbox.notify(text, ranks)
 
     def notices(self) -> list[bytes]:
-        """Return what other ranks have let this one know since this was last called."""
+        """Return the notices that other ranks have sent to this one since the last call."""
         return [text for mailbox in self._mailboxes for text in mailbox.notices()]
 
     def sleep(self, seconds: float) -> None:

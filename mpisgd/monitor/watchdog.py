@@ -240,7 +240,7 @@ class StallMonitor:
             wait_registry.on_timeout = self.watchdog.on_timeout
 
     def collect(self, *, deep: bool = False) -> list[RankState]:
-        """Return what every rank of the job does, by rank; see `StateCollector.collect`."""
+        """Return the state of every rank of the job, by rank; see `StateCollector.collect`."""
         return self.collector.collect(deep=deep)
 
     def late_in(self, group: "Group") -> list[int]:

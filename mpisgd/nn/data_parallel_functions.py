@@ -27,7 +27,7 @@ __all__ = ["CopyAndScatter", "GatherOutputs", "MeanLoss", "new_token"]
 
 
 def new_token() -> Tensor:
-    """Return what a rank without tensors of its own has in the graph."""
+    """Return a tensor that stands in the graph of a rank without tensors of its own."""
     return torch.zeros((), requires_grad=True)
 
 

@@ -39,7 +39,7 @@ class OutputRows:
 def join_outputs(
     everyone: Sequence[Sequence[TensorOutline] | None], exchange: RowExchange
 ) -> list[OutputRows]:
-    """Return what comes from where, of the outputs of each rank, None of one that had nothing to do.
+    """Return the rows that come from each rank's outputs, None of a rank that had nothing to do.
 
     Raises:
         InvalidArgument: they do not fit together; raised on every rank, since all see the same.
@@ -67,7 +67,7 @@ def _join(place: int, outlines: Sequence[TensorOutline | None], exchange: RowExc
 
 
 def _without_rows(outline: TensorOutline, dim: int) -> object:
-    """Return what has to be the same on all ranks."""
+    """Return the outline without rows, which must be the same on all ranks."""
     shape = list(outline.shape or (1,))
     if not -len(shape) <= dim < len(shape):
         raise _unfit(f"a tensor of shape {shape} has no rows along dim={dim}")

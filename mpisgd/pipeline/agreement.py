@@ -34,7 +34,7 @@ class BatchSpec(NamedTuple):
 def own_batch(
     inputs: Any, targets: Any, *, has_inputs: bool, has_targets: bool, num_micro_batches: int
 ) -> BatchSpec:
-    """Return what this rank says of its batch; raises nothing.
+    """Return the specification of this rank's batch; raises nothing.
 
     Args:
         inputs: of the model.

@@ -192,7 +192,7 @@ def agreed_parts(stages: Stages, options: Options, group: Group) -> tuple[OwnPar
 
 
 def _summary(parts: OwnParts, options: Options) -> str:
-    """Return what must be the same on all ranks."""
+    """Describe the parts and options that must be the same on all ranks."""
     trains = "None" if options.optimizer is None else "given"
     return (
         f"{parts.schedule}, {parts.shape}, tied={parts.tied}, optimizer={trains}, "

@@ -66,7 +66,7 @@ def row_counts(num_rows: int, num_micro_batches: int) -> list[int]:
 
 
 def as_tensors(what: str, value: Any) -> Tensors:
-    """Return what a user passes as the inputs or the targets as a tuple of tensors.
+    """Return a user's inputs or targets as a tuple of tensors.
 
     Raises:
         InvalidArgument: it is something else, or the tensors have different numbers of rows.
@@ -90,7 +90,7 @@ def num_rows_of(tensors: Tensors) -> int:
 
 
 def spec_of(tensors: Tensors) -> RowSpec:
-    """Return what must stay the same from step to step, but for the number of rows."""
+    """Return the shapes without rows, dtypes and devices, which must stay the same from step to step."""
     return tuple((tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in tensors)
 
 

@@ -82,7 +82,7 @@ def tied_by_identity(stages: Sequence[Any]) -> list[Tied]:
 
 
 def check_tied(tied: Any, num_stages: int) -> list[Tied]:
-    """Return what a user gives as tied parameters.
+    """Check what a user gives as tied parameters, and return it as a list.
 
     Raises:
         InvalidArgument: it has another form, or names a stage that there is not.

@@ -121,7 +121,7 @@ class Stage:
         return sent, result
 
     def sent(self, micro_batch: int) -> Mapping[int, Sequence[Tensor]] | None:
-        """Return what a micro-batch's forward sent; None where there was none yet."""
+        """Return the outputs that a micro-batch's forward sent, by rank; None where there was none yet."""
         kept = self._in_flight.get(micro_batch)
         return None if kept is None else kept.sent
 
@@ -212,7 +212,7 @@ class Stage:
         return output, dict(zip(names, kept, strict=True))
 
     def _outputs(self, output: Any, dst: int) -> Sequence[Tensor]:
-        """Return what goes to the next stage as its inputs, if `dst` is that."""
+        """Return the outputs for rank `dst`, if the next stage is there."""
         if dst != self.connections.after:
             return ()
         outputs = output if isinstance(output, (tuple, list)) else (output,)

@@ -250,7 +250,7 @@ class Worker:
             self._waiting[remote, action.stage, action.micro_batch, peer] = tensors
 
     def _take(self, kind: Kind, action: Action, stages: Sequence[int]) -> dict[int, Sequence[Tensor]]:
-        """Return what has come for a pass, by stage."""
+        """Return the received tensors of a pass, by stage."""
         return {src: self._waiting.pop((kind, action.stage, action.micro_batch, src)) for src in stages}
 
     # -- messages ---------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Worker:
         return self.shape.rank_of(action.peer, action.micro_batch)
 
     def _key(self, action: Action) -> SpecKey:
-        """Return what the shapes of an activation depend on; a batch has two numbers of rows at most."""
+        """Return the key of an activation's shapes; a batch has two numbers of rows at most."""
         rows = self._batch.rows(action.micro_batch)
         return action.kind, action.stage, action.peer, self._peer(action), rows, self._batch.trains
 
@@ -296,7 +296,7 @@ class Worker:
                     self._receiving[action] = self._start_receive(action, specs)
 
     def _known_specs(self, action: Action) -> Sequence[TensorSpec] | None:
-        """Return what is going to come, if that is known: gradients are shaped as what was sent."""
+        """Return the shapes that will be received, if known: gradients have those of what was sent."""
         if action.kind is Kind.RECV_ACTIVATION:
             return self._specs.get(self._key(action))
         sent = self.stages[action.stage].sent(action.micro_batch)

@@ -54,7 +54,7 @@ _NO_OPTIONS = AgentOptions(1, 0.0, {}, [])
 
 
 def agree(job: Job, request: Request) -> Agreement:
-    """Return what RPC starts with. Collective over the job.
+    """Agree on the names and options with which RPC starts. Collective over the job.
 
     Raises:
         MpisgdError: a rank's arguments make no sense, or not together; on every rank.
@@ -103,7 +103,7 @@ def _check_name(name: Any) -> str:
 
 
 def _exchange(job: Job, mine: _Checked) -> list[_Checked]:
-    """Return what every rank has found; raise the error of the first rank that has one."""
+    """Gather the checked requests of all ranks; raise the error of the first rank that has one."""
     found: list[_Checked] = []
     queue = job.world.queue
     queue.run(Operation("init_rpc"), lambda: found.extend(queue.communicator.all_gather_object(mine)))

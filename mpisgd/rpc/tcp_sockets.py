@@ -102,7 +102,7 @@ def _socket_descriptors() -> dict[str, int]:
 
 
 def _endpoint(text: str, family: socket.AddressFamily) -> Endpoint:
-    """Return what the kernel writes as hexadecimal words in the machine's byte order, and the port."""
+    """Return the address and port of a text that has hexadecimal words in the machine's byte order."""
     address, port = text.split(":")
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     return Endpoint(socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16))

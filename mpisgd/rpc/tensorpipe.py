@@ -74,7 +74,7 @@ def is_running() -> bool:
 
 
 def own_options(given: Any, timeout_s: float) -> AgentOptions:
-    """Return what `rpc_backend_options` says, or the defaults for None.
+    """Return the options of `rpc_backend_options`, or the defaults for None.
 
     Args:
         given: a TensorPipeRpcBackendOptions; its address and its transports are not used.

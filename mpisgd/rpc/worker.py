@@ -155,7 +155,7 @@ class Worker:
             )
 
     def _gather(self, value: T) -> list[T]:
-        """Return what each rank has. Collective."""
+        """Gather a value of each rank. Collective."""
         values: list[T] = []
         queue = self.group.queue
         queue.run(Operation("init_rpc"), lambda: values.extend(queue.communicator.all_gather_object(value)))

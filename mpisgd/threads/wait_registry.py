@@ -129,7 +129,7 @@ class RunningCallback(NamedTuple):
 
 
 def serial_of(since_s: float) -> int:
-    """Return what tells a wait that began then from the others of its process."""
+    """Return a number of a wait that began then, which no other wait of this process has."""
     return int(since_s * 1000)
 
 

@@ -56,7 +56,7 @@ def pass_monitored(group: Group, timeout: timedelta | float | None, wait_all_ran
 
 
 def _failure(group: Group, timeout_s: float, wait_all_ranks: bool) -> str:
-    """Return what gloo says in this case."""
+    """Return the message that gloo has for this case."""
     if group.rank != 0:
         return (
             f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting for "

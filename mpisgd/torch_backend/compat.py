@@ -80,7 +80,7 @@ def reduction_of(op: Any) -> "ReduceOp":
 
 
 def factor_of(op: Any) -> float | Tensor | None:
-    """Return what every rank's tensor is multiplied by before it is added, None for most reductions."""
+    """Return the factor of every rank's tensor before it is added, None for most reductions."""
     if getattr(op, "op", op) != dist.ReduceOp.PREMUL_SUM:
         return None
     factor: float | Tensor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]

@@ -296,11 +296,11 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._store
 
     def getGroupName(self) -> str:
-        """Return what torch calls this group."""
+        """Return the name of this group in torch."""
         return self._name
 
     def getGroupDesc(self) -> str:
-        """Return what torch says the group is for."""
+        """Return the description of this group in torch."""
         return self._desc
 
     def setGroupName(self, name: str) -> None:

@@ -61,7 +61,7 @@ class BackendWork(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return what went wrong, as far as is known."""
+        """Return the error of the operation, None where there is none so far."""
         return next(filter(None, (work.error for work in self.works)), None)
 
     def get_future(self) -> "Future[Any]":

@@ -72,7 +72,7 @@ def as_bool(work: Tensor) -> Tensor:
 
 
 def finish_average(op: ReduceOp, size: int, dtype: torch.dtype) -> Finish:
-    """Return what divides a sum where `op` is AVG, and converts it to `dtype` after that."""
+    """Return a function that divides a sum where `op` is AVG, and then converts it to `dtype`."""
 
     def finish(work: Tensor) -> Tensor:
         if op is not ReduceOp.AVG:

@@ -86,7 +86,7 @@ class Curve:
         return self.collective, self.half
 
     def seconds(self, nbytes: float) -> float:
-        """Return what `nbytes` are predicted to take."""
+        """Predict the seconds that `nbytes` take."""
         segment = next(piece for piece in self.segments if nbytes <= piece.up_to_bytes)
         return segment.alpha_s + segment.beta_s_per_byte * nbytes
 

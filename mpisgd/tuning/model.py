@@ -91,7 +91,7 @@ class CostModel:
         return 1 if fastest is None else fastest.num_leaders
 
     def seconds(self, algorithm: str, nbytes: int, half: bool = False, collective: str = ALL_REDUCE) -> float:
-        """Return what `algorithm` is predicted to take, infinite where nobody has measured it."""
+        """Predict the seconds that `algorithm` takes, infinite where nobody has measured it."""
         curves = self._curves.get((algorithm, half, collective), ())
         return min((curve.seconds(nbytes) for curve in curves), default=float("inf"))
 
@@ -127,7 +127,7 @@ class CostModel:
 
 
 def kind(ranks_per_host: Sequence[int]) -> str:
-    """Return what is comparable: one host, hosts with a rank each, or hosts with several."""
+    """Return the kind of a group, within which costs compare: one host, hosts of a rank, hosts of several."""
     if len(ranks_per_host) == 1:
         return "one host"
     return "one rank per host" if max(ranks_per_host) == 1 else "several ranks per host"

@@ -63,7 +63,7 @@ def default_path(ranks_per_host: Sequence[int]) -> Path:
 
 
 def as_profile(measured: Sequence[MeasuredCurves], header: dict[str, Any]) -> dict[str, Any]:
-    """Return what a profile file holds; `header`: machine, versions, command."""
+    """Return the content of a profile file; `header`: machine, versions, command."""
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -111,7 +111,7 @@ class Engine(Cycles):
         return group is not None and group.spans_hosts
 
     def awaited(self, set_id: int, prefix: str) -> list[Request]:
-        """Return what other members have submitted, and this rank has not, under names with this prefix."""
+        """Return requests under names with this prefix that other members alone have submitted."""
         with self.lock:
             return self._request_table.waiting_for(self.group.rank, set_id, prefix)
 

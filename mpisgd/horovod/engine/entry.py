@@ -85,7 +85,7 @@ class Entry:
         self.done.set()
 
     def take_result(self) -> Any:
-        """Return what a finished operation has to give.
+        """Return the result of a finished operation.
 
         Raises:
             MpisgdError: it was not done.

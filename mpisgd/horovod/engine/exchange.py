@@ -66,7 +66,7 @@ class RequestCache:
 
 
 def exchange(mine: Sequence[Request], cache: RequestCache, group: Group) -> list[list[Request]]:
-    """Return what each rank has submitted, by rank. Collective over the job.
+    """Gather the requests that each rank has submitted, by rank. Collective over the job.
 
     Args:
         mine: what this rank has submitted since the last cycle.

@@ -118,7 +118,7 @@ def _difference(word: str, values: Mapping[int, str]) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """Return what a person calls a value: a single tensor's shape without the tuple around it."""
+    """Return a value as text: a single tensor's shape without the tuple around it."""
     if not isinstance(value, tuple):
         return str(value)
     if value and isinstance(value[0], int):

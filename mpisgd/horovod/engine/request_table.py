@@ -82,7 +82,7 @@ class RequestTable:
         return Decision(request, absent, differences(submitted) or _error_without(request, absent))
 
     def name_conflicts(self) -> dict[tuple[int, str], list[tuple[int, str]]]:
-        """Return what every member waits for under one label, but not all in one operation.
+        """Return names that every member waits for, but not all in one kind of operation.
 
         Names begin with the kind of operation; see `NameConflicts`.
 
@@ -109,7 +109,7 @@ class RequestTable:
         return [Decision(request, error=differences(together)) for request in requests.values()]
 
     def waiting_for(self, rank: int, set_id: int, prefix: str) -> list[Request]:
-        """Return what is pending in a process set without a rank, under names that begin with `prefix`."""
+        """Return requests of a process set that lack a rank, under names that begin with `prefix`."""
         return [
             next(iter(submitted.values()))
             for (in_set, name), submitted in self._pending.items()
@@ -130,7 +130,7 @@ class RequestTable:
         self._pending.pop(request.key, None)
 
     def waiting(self) -> list[tuple[Request, frozenset[int]]]:
-        """Return what is pending, each with the members that have not submitted it."""
+        """Return the pending requests, each with the members that have not submitted it."""
         return [(next(iter(of.values())), self.missing(key)) for key, of in self._pending.items()]
 
     def missing(self, key: tuple[int, str]) -> frozenset[int]:
@@ -178,7 +178,7 @@ def fuse(decisions: Sequence[Decision], nbytes: Sequence[int], threshold_bytes: 
 
 
 def _fused_with(decision: Decision) -> object:
-    """Return what operations must have in common to travel together; None: travels alone."""
+    """Return a key that operations which are fused have in common; None: it is not fused."""
     request = decision.request
     if request.kind != "allreduce" or request.op == "Adasum" or len(set(request.dtypes)) != 1:
         return None

@@ -140,7 +140,7 @@ class TensorQueue:
     # -- in a cycle ------------------------------------------------------------------------------------
 
     def take_new(self) -> list[Request]:
-        """Return what was not sent yet, which then is."""
+        """Return the requests that were not sent yet, and count them as sent."""
         with self._lock:
             requests, self._new, self._new_nbytes = self._new, [], 0
             return requests
@@ -170,6 +170,6 @@ class TensorQueue:
             return left
 
     def pending(self) -> list[Request]:
-        """Return what was submitted and is not done."""
+        """Return the requests that were submitted and are not done."""
         with self._lock:
             return [entry.request for entry in self._entries.values()]

@@ -85,7 +85,7 @@ class WakeUp:
     # -- sleeping --------------------------------------------------------------------------------------
 
     def state(self) -> int:
-        """Return what `sleep` compares; to be asked before looking for something to do."""
+        """Return the value that `sleep` compares; to be read before looking for something to do."""
         return self._words[self._mine * self._stride + CHANGE]
 
     def requested_cycle(self) -> int:
@@ -95,7 +95,7 @@ class WakeUp:
         return self.known_cycle()
 
     def known_cycle(self) -> int:
-        """Return what `requested_cycle` does, without polling for messages; from any thread."""
+        """As `requested_cycle`, without polling for messages; from any thread."""
         return self._words[self._mine * self._stride + CYCLE]
 
     def sleep(self, state: int, limit_s: float) -> None:

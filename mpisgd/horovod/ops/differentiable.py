@@ -31,7 +31,7 @@ def compressed(
     compression: type[Compressor],
     options: Sequence[Any],
 ) -> list[Tensor]:
-    """Return what a function makes of tensors that travel compressed."""
+    """Call a function with compressed tensors, and return its results decompressed."""
     check_compression(kind, compression)
     pairs = [compression.compress(tensor) for tensor in tensors]
     results = function.apply(*options, *[smaller for smaller, _ in pairs])  # type: ignore[no-untyped-call]

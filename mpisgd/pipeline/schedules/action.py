@@ -64,7 +64,7 @@ class Action(NamedTuple):
 
 
 def described(action: Action) -> str:
-    """Return what an action does, in the words of an error."""
+    """Describe an action for an error."""
     names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
     name = names.get(action.kind, action.kind.name.lower())
     of = f" of micro-batch {action.micro_batch}" if action.micro_batch >= 0 else ""

@@ -55,7 +55,7 @@ def _passes(schedule: Flushing, shape: PipelineShape) -> list[Passes]:
 
 
 def _update(shape: PipelineShape, rank: int, version: int) -> list[Action]:
-    """Return what follows the passes; the reductions first, as all ranks come to them in the same order."""
+    """Return the actions after the passes: reductions first, which all ranks come to in the same order."""
     stages = shape.stages_of(rank)
     replicated = [stage for stage in stages if shape.replicas[stage] > 1]
     ties = [tie for tie in range(len(shape.ties)) if rank in shape.ranks_of_tie(tie)]

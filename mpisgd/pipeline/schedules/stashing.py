@@ -73,7 +73,7 @@ class Stashing(Schedule):
             yield from self._update_after(worker, place)
 
     def _update_after(self, worker: "_Worker", place: int) -> Iterator[Action]:
-        """Return what follows the backward of the micro-batch in that place of the worker's own."""
+        """Return the actions after the backward of the worker's micro-batch at `place`."""
         made = self.version_made(worker, place)
         if made is None:
             return

@@ -153,7 +153,7 @@ class DeviceMessages:
         )
 
     def _channel_to(self, tensor: Tensor, announced: Announcement, src: int) -> Channel | None:
-        """Return what an announced message comes by; None where its ends cannot be connected."""
+        """Return the channel of an announced message; None where its ends cannot be connected."""
         route = Route(src, self.communicator.rank, announced.device, tensor.device.index or 0)
         channel = self._channel(route)
         return None if channel.failed else channel

@@ -181,7 +181,7 @@ def _as_bytes(flat: Tensor) -> Tensor:
 
 
 def _as_added(flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
-    """Return what NCCL adds, in the same memory, and torch's name for how."""
+    """Return a view of a dtype that NCCL adds, in the same memory, and torch's operation for it."""
     if flat.dtype is torch.bool:
         flat, op = flat.view(torch.uint8), BOOL_OPS.get(op, op)
     elif flat.is_complex():

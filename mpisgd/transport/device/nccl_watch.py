@@ -90,7 +90,7 @@ class InFlight:
         return launched
 
     def first(self) -> Launched | None:
-        """Return what the GPU has to do first of all, None where it has nothing to do. From any thread."""
+        """Return the oldest operation that the GPU has not finished, if there is one. From any thread."""
         with self._lock:
             while self._launched and self._launched[0].is_done():
                 self._launched.popleft()
@@ -240,7 +240,7 @@ class NcclWatch(ServiceThread):
 
 
 def _first_of(each: InFlight) -> Launched | None:
-    """Return what the GPU has to do first, None where it cannot be asked any more."""
+    """Return the oldest operation that the GPU has not finished, None where it cannot be asked any more."""
     try:
         return each.first()
     except RuntimeError as exc:  # of CUDA

@@ -55,7 +55,7 @@ class Selection(NamedTuple):
 
 
 def agree_on_wanted(wanted: Sequence[str]) -> str:
-    """Return what every rank wants.
+    """Return the backend that every rank wants.
 
     Args:
         wanted: of every rank of the job, each one of `mpisgd.config.GPU_CHOICES`.
@@ -75,7 +75,7 @@ def agree_on_wanted(wanted: Sequence[str]) -> str:
 
 
 def choose(wanted: str, facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> Selection:
-    """Return what carries device tensors in a group.
+    """Choose the backend that carries device tensors in a group.
 
     Args:
         wanted: one of `mpisgd.config.GPU_CHOICES`.

@@ -93,7 +93,7 @@ def device_transport(group: "Group", tensor: Tensor, operation: Operation, wante
 def _with_another_gpu(
     group: "Group", transport: DeviceTransport, tensor: Tensor, operation: Operation, wanted: str
 ) -> DeviceTransport:
-    """Return what carries tensors of a further GPU of each rank, too: NCCL has a communicator for each.
+    """Return a transport for a further GPU of each rank, too: NCCL has a communicator for each.
 
     All ranks come to their next one by the same operation, and none shares any with another rank.
 
@@ -146,7 +146,7 @@ def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wa
 
 
 def _gather_facts(group: "Group", tensor: Tensor, operation: Operation, number: int) -> list[DeviceFacts]:
-    """Return what every rank has, where this is the group's first operation on so many GPUs. Collective."""
+    """Gather the facts of all ranks: this is the group's first operation on so many GPUs. Collective."""
     mine = DeviceFacts(
         hostname=socket.gethostname(),
         node=group.topology.node_rank,

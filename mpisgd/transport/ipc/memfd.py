@@ -47,7 +47,7 @@ def create(nbytes: int, name: str = NAME) -> int:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Return what tells a file from any other."""
+    """Return the device and inode of a file, which no other file has."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 

@@ -159,7 +159,7 @@ class Mailbox:
                     return
 
     def first_unexpected(self, tag: int | None) -> Message | None:
-        """Return what came first of what nobody receives; `tag` None: of any tag."""
+        """Return the oldest message that no receive was posted for; `tag` None: of any tag."""
         tags = list(self._unexpected) if tag is None else [tag]
         heads = [next(iter(self._unexpected[each].items())) for each in tags if self._unexpected.get(each)]
         return min(heads, key=lambda head: head[0])[1] if heads else None

@@ -135,7 +135,7 @@ class PointToPoint:
             return [work.message for work in self._in_flight]
 
     def last_words(self) -> InFlight:
-        """Return what the other ranks are told at the end of the group."""
+        """Return the messages, in flight, that tell the other ranks of the end of the group."""
         return InFlight(self.in_flight(), dict(self._num_sent))
 
     def _keep(self, work: MessageWork) -> MessageWork:
