@@ -37,7 +37,7 @@ MAX_RANKS = 12  # that a message lists
 
 
 def shown(value: Any) -> str:
-    """Return what a message says of a value: short, whatever was passed."""
+    """Describe a value for a message: short, whatever was passed."""
     return reprlib.repr(value)
 
 

@@ -185,7 +185,7 @@ def names_of(state: Any) -> set[str]:
 
 
 def begins_of(state: Any) -> dict[str, str]:
-    """Return what entries of parameters begin as, by field, where that is declared.
+    """Return the first value of entries of parameters, by field, where that is declared.
 
     Args:
         state: a dataclass, or an object of one.
@@ -203,7 +203,7 @@ def has_rebuilt(state: Any) -> bool:
 
 
 def pieces_of(state: Any) -> Pieces:
-    """Return what is in a state; not copied. None has nothing in it."""
+    """Return the fields of a state; not copied. None has none."""
     pieces = Pieces({}, {})
     for each, owner in _declared(state) if state is not None else ():
         value = getattr(state, each.name)
@@ -301,7 +301,7 @@ def _first(each: Field[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return what is saved of a value: of a kind of dict of a method's own, a plain one."""
+    """Return the form in which a value is saved: a plain dict of a method's own kind of dict."""
     return dict(value) if isinstance(value, dict) and type(value) is not dict else value
 
 
@@ -339,7 +339,7 @@ def entry_of(
     begun: Iterable[str] = (),
     has_own: bool = True,
 ) -> dict[str, Any]:
-    """Return what a state_dict has of a method; see above.
+    """Return a method's part of a state_dict; see above.
 
     Args:
         pieces: of its state.
@@ -366,7 +366,7 @@ def entry_of(
 
 
 def own_of(entry: Mapping[str, Any], rank: int, size: int) -> dict[str, Any] | None:
-    """Return what is a rank's own of an entry; None: it is another one's, or of another number of ranks."""
+    """Return a rank's own part of an entry; None: it is another one's, or of another number of ranks."""
     mine: dict[str, Any] | None = entry["own"] if (entry["rank"], entry["size"]) == (rank, size) else None
     return mine
 

@@ -116,7 +116,7 @@ class BucketReducer(abc.ABC):
         restart(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps for the next step: what of `state` is not as before the first one."""
+        """Return the part of `state` that this rank keeps: fields that are not as before the first step."""
         return begun(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class Casting(Protocol):
     """The role of a compressor that casts every element, and does nothing else. It keeps nothing."""
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what elements of `dtype` are cast to on the wire."""
+        """Return the dtype on the wire of elements of `dtype`."""
 
 
 @runtime_checkable
@@ -194,7 +194,7 @@ class Contraction(Protocol):
     """The role of a compressor with a codec C such that E |x - C(x)|^2 < |x|^2, as gossip needs it."""
 
     def codec(self, layout: BucketLayout) -> Codec | None:
-        """Return what compresses a bucket of one rank, float32 or float64.
+        """Return the code of a bucket of one rank, float32 or float64.
 
         None: with these settings nothing does so well; of no layout then.
         """

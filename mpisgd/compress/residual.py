@@ -46,7 +46,7 @@ class Waiting:
 
 
 def fitted(value: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what is kept, [numel], where it belongs; zeros where there is nothing yet."""
+    """Return the residual, [numel], in its place; zeros where there is none yet."""
     if value is None or value.shape != (numel,):
         return torch.zeros(numel, dtype=dtype, device=device)
     return value.to(device, dtype)
@@ -62,7 +62,7 @@ class ErrorMemory:
     keeps = False
 
     def add(self, bucket: Tensor) -> Tensor:
-        """Return what is meant, [n]: `bucket` itself, or the memory that is left to be taken out of."""
+        """Return gradient plus residual, [n]: `bucket` itself, or memory to take the message out of."""
         return bucket
 
     def take_at(self, indices: Tensor) -> bool:

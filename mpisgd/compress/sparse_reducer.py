@@ -59,7 +59,7 @@ class SparseReducer(BucketReducer):
         self.state.steps += 1
 
     def bytes_on_the_wire(self, size: int) -> int:
-        """Return what the last `reduce` has sent; before, what the next one will send.
+        """Return the bytes that the last `reduce` has sent; before, those that the next one will send.
 
         With k elements of w bytes and their indices of 4: (size - 1) k (w + 4), or less where another route
         is shorter; see `SparseSum`. 0 where it depends on the data and there are none.

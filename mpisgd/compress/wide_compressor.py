@@ -51,9 +51,9 @@ class WideningReducer(BucketReducer):
         bucket.copy_(wide)
 
     def bytes_on_the_wire(self, size: int) -> int:
-        """Return what the other reducer sends."""
+        """Return the bytes that the other reducer sends."""
         return self._inner.bytes_on_the_wire(size)
 
     def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return what the other reducer says."""
+        """As the other reducer."""
         return self._inner.kept_apart(start, stop)

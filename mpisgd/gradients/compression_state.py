@@ -182,7 +182,7 @@ class CompressionState:
 
 
 def keys_of(slot: ReducedBucket) -> list[str]:
-    """Return what the tensors of a bucket are called: by default their numbers."""
+    """Return the names of a bucket's tensors: by default their numbers."""
     named: Sequence[str] | None = getattr(slot, "keys", None)
     return [str(index) for index in slot.bucket.indices] if named is None else list(named)
 
@@ -220,7 +220,7 @@ def _layouts(slot: ReducedBucket) -> Sequence[Layout | None]:
 
 
 def _by_element(part: Tensor, layout: Layout | None) -> Tensor:
-    """Return what lies in memory as a gradient does in the order of its elements, which nothing changes."""
+    """Return a tensor as a gradient lies in memory, with its elements in order, which nothing changes."""
     return part if layout is None else part.as_strided(*layout).reshape(-1)
 
 

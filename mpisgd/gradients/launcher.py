@@ -32,7 +32,7 @@ MOST_NAMES = 5  # in a timeline
 
 
 def trace_contents(named: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Return what a timeline tells of gradients that travel together: the first few, and how many there are.
+    """Describe gradients that are sent together for a timeline: the first few, and how many there are.
 
     Args:
         named: their parameters, with names, in the order in which they travel.

@@ -147,7 +147,7 @@ def describe_covered(covered: tuple[int, ...], total: int) -> str:
 
 
 def name_devices(devices: Sequence[torch.device]) -> dict[torch.device, str]:
-    """Return what to call devices, alike on all ranks: what is cuda:0 here may be cuda:1 elsewhere."""
+    """Return names of devices that are alike on all ranks: what is cuda:0 here may be cuda:1 elsewhere."""
     names: dict[torch.device, str] = {}
     for device in devices:
         alike = sum(other.type == device.type for other in names)
@@ -156,7 +156,7 @@ def name_devices(devices: Sequence[torch.device]) -> dict[torch.device, str]:
 
 
 def item_of(index: int, param: Tensor, device: str) -> Item:
-    """Return what the packing of buckets must know of a parameter."""
+    """Return the facts of a parameter that the packing of buckets depends on."""
     return Item(index, param.numel(), param.element_size(), f"{dtype_name(param.dtype)}:{device}")
 
 

@@ -95,7 +95,7 @@ def why_not_weighted(compressor: Compressor) -> str:
 
 
 def weight_of(counts: Sequence[Count], place: int, *, averages: bool = False) -> Weight:
-    """Return what the gradients of one rank count.
+    """Return the weight of one rank's gradients.
 
     Args:
         counts: of all ranks.

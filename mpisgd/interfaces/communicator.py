@@ -88,7 +88,7 @@ class GroupCommunicator(Communicator, Protocol):
         """Cancel a receive; where a message for it is already coming in, `memory` is kept until it has."""
 
     def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
-        """Return what waits to be received, as core's does; None: of any tag."""
+        """Return a message that waits to be received; `tag` None: of any tag."""
 
     def progress(self) -> None:
         """Let messages move along."""

@@ -227,7 +227,7 @@ class HostTransport(Protocol):
         return  # not every transport has such ranks
 
     def guarded(self, *, alone: bool = False) -> Sequence[Tensor]:
-        """Return what of its memory this rank may not write before the ranks have agreed on an operation.
+        """Return the memory that this rank may not write before the ranks have agreed on an operation.
 
         Args:
             alone: whether no other rank runs meanwhile, so that what the others may write counts, too.

@@ -56,7 +56,7 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
 
 
 def _new_reducer(type_name: str, named: Sequence[tuple[str, torch.Tensor]], group: Group) -> GradientReducer:
-    """Return what reduces the gradients of a model. Collective."""
+    """Return the reducer of a model's gradients. Collective."""
     owner = new_owner(group.num_owners, "average_gradients", type_name, [name for name, _ in named])
     options = ReductionOptions(ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False)
     with owned_by(owner):

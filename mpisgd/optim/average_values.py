@@ -89,7 +89,7 @@ def _as_flat(leaf: Any) -> Tensor:
 
 
 def _kind(leaf: Any) -> str:
-    """Return what ranks must have alike of a leaf, in words."""
+    """Describe what ranks must have alike of a leaf."""
     if not isinstance(leaf, Tensor):
         return "number"
     layout = "" if leaf.layout is torch.strided else f" ({leaf.layout})"

@@ -386,7 +386,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._window.use(self._synchronizer.gradients)
 
     def _needed_parts(self, group: Group) -> Mapping[int, NeededPart] | None:
-        """Return what this rank needs of a state that is loaded, by the places of parameters; None: all.
+        """Return the parts of a loaded state that this rank needs, by the places of parameters; None: all.
 
         Args:
             group: the ranks that load it.

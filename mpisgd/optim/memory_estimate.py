@@ -71,7 +71,7 @@ def state_bytes(
 
 
 def works_of(optimizer: OptimizerLike | None, params: list[Tensor]) -> list[float | None]:
-    """Return what an update of each of `params` as a whole takes, None where that is not known.
+    """Return the bytes of an update of each of `params` as a whole, None where that is not known.
 
     Args:
         optimizer: see `state_bytes`; None: nobody knows yet.
@@ -221,7 +221,7 @@ def estimate_memory(
     bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
     strategies: Sequence[Strategy | MeshLayout] | None = None,
 ) -> MemoryEstimates:
-    """Return what each rank will keep in memory, by strategy. Needs no job, and no memory for the model.
+    """Estimate the memory of each rank, by strategy. Needs no job, and no memory for the model.
 
     Args:
         model: it may be on the device "meta" (`with torch.device("meta"):`), where a model of any size takes
@@ -325,7 +325,7 @@ def _sizes(model: torch.nn.Module | Sequence[Tensor], state: "_State", cap_bytes
 
 
 def _layers(model: torch.nn.Module) -> tuple[Bucket, ...]:
-    """Return what `offload_parameters` has in memory together."""
+    """Return the modules whose parameters `offload_parameters` has in memory together."""
     layers = [list(layer.parameters(recurse=layer is not model)) for layer in layers_of(model)]
     return tuple(
         Bucket(number, tuple(parameter(0, p.shape, p.itemsize, 0) for p in params))

@@ -15,7 +15,7 @@ __all__ = ["copy_into_replica", "merge_own", "split_own"]
 
 
 def split_own(optimizer: Any, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return what is common to all ranks of a state, and what is this rank's own; nothing is copied.
+    """Divide a state into the part common to all ranks and this rank's own; nothing is copied.
 
     Args:
         optimizer: of any kind.

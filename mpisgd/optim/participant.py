@@ -354,7 +354,7 @@ def _scaler_around() -> Any:
 
 
 def performers_of(participants: Mapping[int, Participant]) -> dict[str, Performer]:
-    """Return what a rank without data does for each act of some optimizers, by their numbers."""
+    """Return the function of a rank without data for each act of some optimizers, by their numbers."""
 
     def of(perform: Callable[..., Any], *, told: bool = False) -> Performer:
         def performer(heard: Told, detail: Any, number: int, *key: Any) -> Any:

@@ -22,7 +22,7 @@ OUTSIDE = 1  # how many pre-hooks have begun, less post-hooks: what runs outside
 
 
 def step_noting_depth(wrapped: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return what the body of a subclass of `wrapped` must have for `register_step_hooks`.
+    """Return the members that a subclass of `wrapped` must have for `register_step_hooks`.
 
     That is nothing where there is no step of a parent that `wrapped.step` might call.
     """

@@ -71,7 +71,7 @@ def _check_arguments(signature: inspect.Signature, args: tuple[Any, ...], option
 
 
 def signature_of(wrapper: type[torch.optim.Optimizer]) -> inspect.Signature:
-    """Return what help() shows: __new__ takes whatever __init__ does."""
+    """Return the signature that help() shows: __new__ takes whatever __init__ does."""
     signature = inspect.signature(wrapper.__init__)
     _, *parameters = signature.parameters.values()
     return signature.replace(parameters=parameters, return_annotation=wrapper)

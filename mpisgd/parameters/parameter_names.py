@@ -128,7 +128,7 @@ def agree_on(
 
 
 def describe(name: str, value: Any) -> str:
-    """Return what ranks compare of a tensor but its values; of anything else, its type."""
+    """Describe a tensor for comparison among ranks: dtype, shape, strides; of anything else, its type."""
     if not isinstance(value, Tensor):
         return f"{name}: {type(value).__name__}"
     is_plain = value.is_contiguous() or value.layout is not torch.strided

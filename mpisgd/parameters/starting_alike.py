@@ -62,7 +62,7 @@ def check_alike(
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what ranks compare of a parameter group, in words.
+    """Describe a parameter group for comparison among ranks.
 
     Without what is False or None: torch adds such entries when it loads a state, `differentiable` among them.
     """
@@ -84,7 +84,7 @@ def _is_plain(value: Any) -> bool:
 def _differences(
     names: Sequence[str], prints: list[int], settings: list[dict[str, Any]], group: Group, unless: str
 ) -> list[str]:
-    """Return what differs, in lines. Collective."""
+    """Return the differences, in lines. Collective."""
     everyones: list[Any] = [None] * group.size
     all_gather_object(everyones, (prints, settings), group)
     lines = []

@@ -77,7 +77,7 @@ def run_collectives(
 
 
 def device_notes(device: str) -> list[str]:
-    """Return what carries tensors of the world on a device, and on what GPU; nothing for the CPU."""
+    """Return the backend of the world's device tensors, and the name of the GPU; nothing for the CPU."""
     if device == "cpu" or world().device is None:
         return []
     return [f"tensors on a GPU, by {world().device.selection.name}"]
@@ -101,7 +101,7 @@ def _contestants(
 
 
 def our_call(payload: Payload, group: Group, algorithm: str = "auto") -> Call:
-    """Return what does the collective once over `group`, by mpisgd."""
+    """Return a function that runs the collective once over `group`, by mpisgd."""
     return torch_call(mpisgd, payload, group.ranks, group, algorithm=algorithm)
 
 

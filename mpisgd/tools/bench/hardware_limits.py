@@ -38,7 +38,7 @@ def bounds(case: Case, communicator: "Communicator", ring: "Ring | None") -> lis
 
 
 def limits(case: Case, communicator: "Communicator", ring: "Ring | None") -> list[Variant]:
-    """Return what no algorithm can beat: copying, or passing over the link, the bytes of a case.
+    """Return the limits of a case: copying its bytes, or passing them over the link.
 
     Collective. `keep_faster_limit` makes one of them out of several.
     """
@@ -86,7 +86,7 @@ class OverLink(Timed):
 
 
 def _leader_calls(nbytes: int, communicator: "Communicator", ring: "Ring | None") -> dict[str, Call]:
-    """Return what sends the bytes that must leave a host to the next one, while as many come in.
+    """Return a function that sends the bytes which must leave a host to the next one, while as many come in.
 
     By MPI, and by a ring of TCP connections where the hosts' leaders have one: all of them do, or none.
     """

@@ -112,7 +112,7 @@ class Measured:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def left_out_of(self, **what: Any) -> list[dict[str, Any]]:
-        """Return what was left out as rows, each of which says of what."""
+        """Return the rows of what was left out, each with its reason."""
         return [{**what, "variant": name, "reason": reason} for name, reason in self.left_out.items()]
 
 
@@ -302,7 +302,7 @@ def _goes_on_everywhere(variant: Variant, reason: str, found: Measured) -> bool:
 
 
 def slowest(seconds: float) -> float:
-    """Return what the slowest rank took. Collective."""
+    """Return the seconds of the slowest rank. Collective."""
     clock = torch.tensor(seconds, dtype=torch.float64)
     mpisgd.all_reduce(clock, mpisgd.ReduceOp.MAX)
     return float(clock)

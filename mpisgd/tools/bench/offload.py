@@ -131,7 +131,7 @@ def _training(plan: OffloadPlan, offload: Offload | None) -> Callable[[], None]:
 
 
 def _disk(plan: OffloadPlan, nbytes: int, direct: bool, num_threads: int) -> Callable[[], None]:
-    """Return what reads and writes `nbytes` in blocks of a file."""
+    """Return a function that reads and writes `nbytes` in blocks of a file."""
     block = rounded_up(plan.block_bytes)
     file = PrivateFile(plan.folder, "the measurement of the disk", direct=direct)
     starts = range(0, rounded_up(nbytes), block)
@@ -151,7 +151,7 @@ def _disk(plan: OffloadPlan, nbytes: int, direct: bool, num_threads: int) -> Cal
 
 
 def _timed(turns: Mapping[str, Callable[[], None]], count: int) -> dict[str, list[float]]:
-    """Return what each takes on the slowest rank: all have one turn in every round."""
+    """Return the seconds of each on the slowest rank: all have one turn in every round."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(WARM_UP + count):
         for name, action in turns.items():

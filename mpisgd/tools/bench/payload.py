@@ -70,7 +70,7 @@ class Payload(OnDevice):
 def torch_call(
     api: Any, payload: Payload, ranks: Sequence[int], group: Any = None, **options: Any
 ) -> Callable[[], object]:
-    """Return what does the collective once, with functions called as in `torch.distributed`.
+    """Return a function that runs the collective once, by functions called as in `torch.distributed`.
 
     Args:
         api: the module that has them.
@@ -108,12 +108,12 @@ def torch_call(
 
 
 def given(case: Case, rank: int) -> Tensor:
-    """Return what `rank` puts in."""
+    """Return the input of `rank`."""
     return _pattern(case, 0, case.input_numel) * (rank + 1)
 
 
 def expected(case: Case, rank: int) -> Tensor | None:
-    """Return what `rank` gets out from root 0, None where only the root gets something."""
+    """Return the output of `rank` with root 0, None where only the root has one."""
     if case.collective in ("reduce", "gather") and rank != 0:
         return None
     first = rank * case.count if case.collective in INPUT_OF_PIECES else 0

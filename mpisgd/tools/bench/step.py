@@ -72,7 +72,7 @@ class StepPlan:
         return "gloo" if self.device == "cpu" else "nccl"
 
     def task(self, model: str) -> StepTask:
-        """Return what to train on the ranks of this job."""
+        """Return the task of the ranks of this job."""
         batch = self.batch or BATCHES[model]
         kind, where = self.optimizer, self.device
         return StepTask(model, batch, mpisgd.size(), self.small, optimizer=kind, device=where)
@@ -141,7 +141,7 @@ def _without_communication(task: StepTask, peers: Peers) -> list[Variant]:
 
 
 def _in_one_process(task: StepTask, peers: Peers) -> list[Variant]:
-    """Return what a user would run instead of ranks on one host."""
+    """Return the steps of one process, which a user would run instead of ranks on one host."""
     joined = replace(task, communicates=False, joined=True)
     variants = [variant for name in ONE_PROCESS for variant in peers.variants(name, {name: joined})]
     for variant in variants:
@@ -218,7 +218,7 @@ def _ddp(backend: str, nbytes: int) -> str:
 
 
 def _in_frameworks(task: StepTask, bucket_bytes: Sequence[int], peers: Peers, backend: str) -> list[Variant]:
-    """Return what runs in the processes of other frameworks."""
+    """Return the steps that run in the processes of other frameworks."""
     sharded = peers.variants("gloo", {"FSDP2 gloo": replace(task, sharded=True)}) if backend == "gloo" else []
     return [
         *peers.variants(backend, {CONTROL: replace(task, communicates=False)}),

@@ -68,7 +68,7 @@ def _shard(training: Training) -> None:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return what a model has in rows, without what is small."""
+    """Return the layers of a model that are worth sharding, without the small ones."""
     rows = [module for module in model.modules() if isinstance(module, nn.Sequential | nn.ModuleList)]
     layers = [layer for row in rows for layer in row]
     return [layer for layer in layers if sum(param.numel() for param in layer.parameters()) >= SHARD_NUMEL]

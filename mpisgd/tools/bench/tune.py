@@ -97,7 +97,7 @@ class TransportChoice(NamedTuple):
 
 
 def to_measure(ranks_per_host: Sequence[int], transports: Sequence[TransportChoice]) -> list[Curve]:
-    """Return what is worth measuring there, as curves without segments.
+    """Return the curves to measure there, without segments.
 
     Args:
         ranks_per_host: of the ranks.
@@ -213,7 +213,7 @@ def _medians(place: RankSet, wanted: Sequence[Curve], nbytes: int, budget_s: flo
 
 
 def _timed(curve: Curve, group: Group | None, payload: Payload | None) -> Timed:
-    """Return what a curve is measured by; on a rank outside the group one that does nothing."""
+    """Return the function that measures a curve; on a rank outside the group one that does nothing."""
     if group is None or payload is None:
         return Timed(curve.name, lambda: None, ours=True)
     transports, only = group.transports, group.costs.only(curve.algorithm, curve.collective)

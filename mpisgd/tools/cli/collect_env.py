@@ -104,7 +104,7 @@ class RankInfo:
 
 
 def rank_info(before: dict[str, str], mpi: MpiInfo | None) -> RankInfo:
-    """Return what this rank knows.
+    """Return the facts of this rank.
 
     Args:
         before: `settings()` as they were before `mpisgd.init()`.
@@ -138,7 +138,7 @@ def rank_info(before: dict[str, str], mpi: MpiInfo | None) -> RankInfo:
 
 
 def settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what the environment says to mpisgd, MPI, NCCL and torch's threads."""
+    """Return the environment variables of mpisgd, MPI, NCCL and torch's threads."""
     return {
         name: value
         for name, value in sorted(env.items())
@@ -160,7 +160,7 @@ def _package_version(name: str) -> str:
 
 
 def mpi_info() -> MpiInfo:
-    """Return what is known of the MPI library; only after `mpisgd.init()`, since looking starts MPI."""
+    """Return the facts of the MPI library; only after `mpisgd.init()`, since looking starts MPI."""
     from mpisgd.transport import mpi
 
     file, library = libmpi(), mpi.library_version()
@@ -201,7 +201,7 @@ def _shared_memory() -> dict[str, int] | str:
 
 
 def _or_unknown(look: Callable[[], str]) -> str:
-    """Return what `look` finds; a broken driver must not spoil the report about it."""
+    """Call `look`; an exception is text in its place: a broken driver must not spoil the report about it."""
     try:
         return look()
     except Exception as exc:

@@ -71,7 +71,7 @@ def as_size(nbytes: int) -> str:
 
 
 def common(ranks: Sequence[RankInfo], texts: Iterable[str]) -> str:
-    """Return what all ranks say, or, where they differ, what each says: that is often the bug itself."""
+    """Return the value of all ranks, or of each where they differ: that is often the bug itself."""
     said: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         said.setdefault(text, []).append(rank.rank)
@@ -87,7 +87,7 @@ def hosts(ranks: Sequence[RankInfo]) -> list[list[RankInfo]]:
 
 
 def mpi_rows(ranks: Sequence[RankInfo], no_mpi: str) -> Rows:
-    """Return what is known of MPI, and what is wrong with it."""
+    """Return lines about MPI, and about what is wrong with it."""
     if no_mpi:
         because = as_lines(no_mpi.splitlines())
         return [("library", "not found"), ("because", because), ("to install one", INSTALL_HINT)]
@@ -157,7 +157,7 @@ def _settings(ranks: Sequence[RankInfo], which: str) -> list[str]:
 
 
 def uses(ranks: Sequence[RankInfo]) -> dict[str, str]:
-    """Return what mpisgd makes of all this, in this version."""
+    """Return lines about the choices of mpisgd, and its version."""
     level = common(ranks, [rank.mpi.thread_level if rank.mpi else "unknown" for rank in ranks])
     can = "yes" if level == "MULTIPLE" else "no"
     return {

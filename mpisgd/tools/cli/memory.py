@@ -75,7 +75,7 @@ def _strategy(text: str) -> "Strategy | MeshLayout":
 
 
 def _model(path: str, dtype: str) -> "torch.nn.Module | NamedModel":
-    """Return what a function of a module or of a file in this folder makes, without values."""
+    """Return the model that a function of a module or of a file in this folder makes, without values."""
     import torch
 
     module, _, name = path.partition(":")

@@ -22,7 +22,7 @@ class NoticeFilter:
         self._rest = b""  # an unfinished line that may be a part of one
 
     def feed(self, data: bytes) -> bytes:
-        """Return what can be shown by now."""
+        """Return the text that can be shown by now."""
         *lines, rest = (self._rest + data).split(b"\n")
         shown = b"".join(self._take(line + b"\n") for line in lines)
         begins = self._lines or RULE.startswith(rest)
@@ -30,7 +30,7 @@ class NoticeFilter:
         return shown if begins else shown + rest
 
     def close(self) -> bytes:
-        """Return what is left at the end."""
+        """Return the rest of the text at the end."""
         return self._release() + self._rest
 
     def _take(self, line: bytes) -> bytes:

@@ -13,12 +13,12 @@ __all__ = ["machine", "provenance"]
 
 
 def machine() -> dict[str, Any]:
-    """Return what kind of machine this is."""
+    """Return the architecture, the processor and the number of cores."""
     return {"architecture": platform.machine(), "processor": _processor(), "cores": os.cpu_count()}
 
 
 def provenance() -> dict[str, Any]:
-    """Return what every record has: command line, time (UTC), machine, versions; of MPI if it is loaded."""
+    """Return the header of a record: command line, time (UTC), machine, versions; MPI's if it is loaded."""
     from mpisgd.tools.cli.collect_env import mpi_info, versions
 
     known = versions()

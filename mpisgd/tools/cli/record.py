@@ -157,7 +157,7 @@ def _give_up(limit_s: float) -> None:
 
 
 def _header(kind: str, peers: "Peers") -> dict[str, Any]:
-    """Return what one must know to repeat a measurement. Collective."""
+    """Return the facts that one must know to repeat a measurement. Collective."""
     from mpisgd.tools.cli.collect_env import mpi_info, rank_info, settings
 
     mine = dataclasses.asdict(rank_info(settings(), mpi_info()))

@@ -98,7 +98,7 @@ def _write(data: bytes) -> None:
 
 
 def _tied_to_parent() -> Callable[[], None] | None:
-    """Return what makes a child end with this process, whatever ends that; None where nothing does."""
+    """Return a function by which a child ends with this process, whatever ends that, if there is one."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl

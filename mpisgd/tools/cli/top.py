@@ -167,7 +167,7 @@ def cells_of(
 
 
 def _doing(state: RankState, states: Sequence[RankState]) -> str:
-    """Return what a rank does, and for how long, where it waits."""
+    """Describe what a rank does, and for how long, where it waits."""
     wait = main_wait(state)
     if wait is None:
         return "runs" if state.state == RUNS and not state.waits else activity(state, states)

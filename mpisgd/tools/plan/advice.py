@@ -39,7 +39,7 @@ class Change:
 def changes(
     cluster: Cluster, profile: StepProfile, method: Method, options: Options | None = None
 ) -> list[Change]:
-    """Return what each part of the cluster, twice as fast, would save; most first."""
+    """Return the time that each part of the cluster would save if it were twice as fast; most first."""
     now = predict(cluster, profile, method, options).step_s
     tried: dict[str, Callable[[], Prediction]] = {
         "ranks that compute twice as fast": lambda: predict(
@@ -78,7 +78,7 @@ def equals_one_process(method: Method) -> bool:
 
 
 def command_line(prediction: Prediction, method: Method, program: str = "train.py") -> str:
-    """Return what starts a program on the ranks of a prediction: of a layout, the one that divides a GPT."""
+    """Return the command for the ranks of a prediction: of a layout, the program that divides a GPT."""
     hosts = " --hostfile hosts" if prediction.cluster.hosts > 1 else ""
     if isinstance(method.strategy, Parallel):
         program = f"scripts/train_text.py {text_options(prediction, method.strategy)}"

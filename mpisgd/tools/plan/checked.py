@@ -24,7 +24,7 @@ CHECKED = {
 
 
 def kind_of(method: Method) -> str:
-    """Return what a method is, whatever its numbers: but for 0 and 1, which turn options off or on."""
+    """Return the kind of a method: of numbers 0 and 1 alone count, which turn options off or on."""
     strategy = method.strategy.text if isinstance(method.strategy, Parallel) else repr(method.strategy)
     optimizer = "" if method.optimizer is None else f" with {method.optimizer.kind.__name__}"
     text = f"{strategy} + {method.compression!r}{optimizer}"

@@ -75,7 +75,7 @@ class Interruptions(NamedTuple):
 
 
 def interruptions(failures: Failures, hosts: int) -> Interruptions:
-    """Return what failures mean for a job on so many hosts."""
+    """Predict the effect of failures on a job on so many hosts."""
     mtbf_s = failures.mtbf_hours * HOUR_S / hosts
     daly = daly_interval(failures.checkpoint_s, mtbf_s)
     return Interruptions(

@@ -90,7 +90,7 @@ def read_cluster(path: Path) -> ClusterFile:
 
 
 def _assumed(page: Table, *, is_measured: bool) -> list[str]:
-    """Return what a file leaves to defaults: first what decides which method is best, then the rest."""
+    """Return the defaults that a file leaves: first those that decide which method is best, then the rest."""
     found = []
     if "memory_bandwidth" not in page:
         rate = Cluster.memory_bytes_per_s / 1e9
@@ -229,7 +229,7 @@ def _network(table: Table) -> Network:
 
 
 def _measured_cluster(path: Path) -> Cluster:
-    """Return what the curves of a profile say of links."""
+    """Return the links by the curves of a profile."""
     try:
         costs = read(path)
     except FileNotFoundError as exc:
@@ -250,7 +250,7 @@ def _measured_cluster(path: Path) -> Cluster:
 
 
 def _times(costs: CostModel, one: MeasuredCurves) -> tuple[float, float, float]:
-    """Return what the smallest and the largest measured all-reduce take, and the bytes of the largest."""
+    """Return the seconds of the smallest and the largest measured all-reduce, and the latter's bytes."""
     algorithm = "node" if len(one.ranks_per_host) == 1 else "hierarchical"
     curves = [curve for curve in one.curves if curve.algorithm == algorithm and not curve.half]
     sizes = [round(nbytes) for curve in curves for nbytes, _ in curve.points]

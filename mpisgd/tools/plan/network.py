@@ -243,7 +243,7 @@ class Torus(Network):
 
 @lru_cache(maxsize=64)
 def _carried_on_torus(shape: tuple[int, ...], hosts: int) -> list[Carried]:
-    """Return what the levels of a torus carry if each of the first hosts sends to each of the others.
+    """Return the load on each level of a torus where each of the first hosts sends to each of the others.
 
     A message goes along a dimension with the earlier coordinates of its destination and the later ones of its
     source. So what a line of links carries depends on how many hosts have each coordinate along it: among

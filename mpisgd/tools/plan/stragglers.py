@@ -33,7 +33,7 @@ def expected_maximum(size: int) -> float:
 
 
 def straggler_factor(spread: float, size: int, period: float = 1.0) -> float:
-    """Return what the mean time for compute is multiplied by where ranks wait for each other.
+    """Return the factor of the mean compute time where ranks wait for each other.
 
     Args:
         spread: standard deviation, as a share of the mean.

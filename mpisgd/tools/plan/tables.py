@@ -70,7 +70,7 @@ def _checked(prediction: Prediction) -> str:
 
 
 def checked_lines(predictions: Sequence[Prediction]) -> list[str]:
-    """Return what the words of the column mean that are there."""
+    """Explain the words that occur in the column."""
     found = set(map(_checked, predictions))
     return [f"checked, {word}: {meaning}" for word, meaning in CHECKED.items() if word in found]
 
@@ -80,7 +80,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def collectives_table(cluster: Cluster, ranks: Sequence[int], nbytes: int) -> Table:
-    """Return what an all-reduce takes by each algorithm on so many ranks, and what `auto` would take."""
+    """Return the time of an all-reduce by each algorithm on so many ranks, and which one `auto` takes."""
     table = new_table(f"all_reduce of {as_bytes(nbytes)}", ["ranks"], [*ALL_REDUCE, "auto"])
     for size in ranks:
         here = cluster.at(size)
@@ -134,7 +134,7 @@ def what_to_change(changes: Sequence[Change], least: float = 0.02) -> list[str]:
 
 
 def failure_lines(prediction: Prediction) -> list[str]:
-    """Return what failures mean for the job of a prediction."""
+    """Return the rows of failures for the job of a prediction."""
     found = prediction.interruptions
     if found is None:
         return []

@@ -137,7 +137,7 @@ def summarise(events: Sequence[Event]) -> Summary:
 
 
 def executions(events: Sequence[Event]) -> list[Execution]:
-    """Return what was done: operations of queues, negotiated tensors, messages."""
+    """Return the operations that were done: those of queues, negotiated tensors, messages."""
     tracks = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
     queue = [
         _of_queue(e, tracks[e["pid"], e["tid"]]) for e in events if e["ph"] == "X" and e["cat"] in MOVING

@@ -128,7 +128,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def start_command(plan: LayoutPlan, layout: ProcessLayout) -> str:
-    """Return what a user types to start the program as it was measured."""
+    """Return the command by which a user starts the program as it was measured."""
     unbound = plan.is_open_mpi and has_several_cores(layout.ranks)
     launcher = [Path(plan.launcher[0]).name, *plan.launcher[1:], *(["--bind-to", "none"] if unbound else [])]
     return f"OMP_NUM_THREADS={layout.threads} {typed(plan.command(layout, launcher))}"

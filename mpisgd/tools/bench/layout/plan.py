@@ -78,7 +78,7 @@ class LayoutPlan:
         return self.warmup + self.steps
 
     def command(self, layout: ProcessLayout, launcher: Sequence[str] | None = None) -> list[str]:
-        """Return what starts the program in a layout; one rank needs no launcher."""
+        """Return the command that starts the program in a layout; one rank needs no launcher."""
         words = list(self.program)
         if self.joined_batch is not None:
             share = str(self.joined_batch // layout.ranks)
@@ -90,7 +90,7 @@ class LayoutPlan:
         return layout.ranks if self.batch == OF_RANK else 1
 
     def work(self) -> str:
-        """Return what a batch is, for people."""
+        """Describe a batch."""
         if self.batch == OF_RANK:
             return "a step of n ranks trains on n batches: each rank brings its own (--batch rank)"
         size = "" if self.joined_batch is None else f" of {self.joined_batch}"

@@ -57,7 +57,7 @@ class Steps(NamedTuple):
 
 
 def read_steps(text: str) -> Steps:
-    """Return what the text of a log tells; its last line may be incomplete."""
+    """Read the times of steps from a log; its last line may be incomplete."""
     ranks, threads = 0, 0
     times_s: dict[str, list[float]] = {}
     for line in text[: text.rfind("\n") + 1].splitlines():

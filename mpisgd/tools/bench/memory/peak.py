@@ -102,7 +102,7 @@ class MemorySampler:
 
 
 def _texts(files: Iterable[Path]) -> list[str]:
-    """Return what the files hold; nothing unless all of them hold something."""
+    """Return the contents of the files; nothing unless all of them have some."""
     texts = [file.read_text() if file.exists() else "" for file in files]
     return texts if all(texts) else []
 

@@ -35,7 +35,7 @@ class ProcessMemory:
 
 
 def together(shares: Iterable[ProcessMemory]) -> ProcessMemory:
-    """Return what processes of one host take together."""
+    """Return the memory of processes of one host together, in bytes."""
     shares = list(shares)
     return ProcessMemory(
         sum(share.private for share in shares),

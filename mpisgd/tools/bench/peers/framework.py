@@ -57,4 +57,4 @@ class Framework(Protocol):
     version: str
 
     def make(self, task: Any) -> Variant:
-        """Return what does `task`: a `Case` or a `StepTask`."""
+        """Return functions that run `task`: a `Case` or a `StepTask`."""

@@ -64,7 +64,7 @@ class Horovod:
         return Timed("Horovod", calls[task.collective], payload, start=self._hvd.barrier)
 
     def _calls(self, payload: Payload) -> dict[str, Callable[[], Any]]:
-        """Return what does each collective on `payload`; names are kept, so that Horovod's cache works."""
+        """Return functions that run each collective on `payload`; names are kept for Horovod's cache."""
         hvd, given, name = self._hvd, payload.input, f"bench {next(self._names)}"
 
         def into_output(result: Any) -> None:
@@ -88,7 +88,7 @@ class _HorovodTraining(Training):
 
 
 def _gloo_settings(rendezvous: Rendezvous, port: str) -> dict[str, str]:
-    """Return what Horovod's launcher would say, less the prefix of the names."""
+    """Return the variables that Horovod's launcher sets, without the prefix of their names."""
     here = rendezvous.topology
     settings = {
         "GLOO_RENDEZVOUS_ADDR": rendezvous.address,

@@ -84,7 +84,7 @@ class _Results:
         self._left_out[method.name] = reason
 
     def record(self) -> dict[str, Any]:
-        """Return what is known of all methods, compared with the best synchronous one of their section."""
+        """Return the rows of all methods, compared with the best synchronous one of their section."""
         rows = [
             self._row(method, curves)
             for method in self._plan.methods

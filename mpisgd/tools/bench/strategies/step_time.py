@@ -87,7 +87,7 @@ def _optimizer(method: Method, training: Training) -> torch.optim.Optimizer:
 
 
 def _measured(name: str, training: Training, plan: CompressionPlan) -> dict[str, Any]:
-    """Return what a step takes on the slowest rank, and what all hosts send in it."""
+    """Return the seconds of a step on the slowest rank, and the bytes that all hosts send in it."""
     for _ in range(WARM_UP):
         training.step()
     seconds, sent = [], sent_bytes()
@@ -103,7 +103,7 @@ def _measured(name: str, training: Training, plan: CompressionPlan) -> dict[str,
 
 
 def _predicted(method: Method, optimizer: torch.optim.Optimizer, alone_s: float) -> float | None:
-    """Return what a step is expected to take; None for what does more than reduce now and then."""
+    """Return the expected seconds of a step; None for a method that does more than reduce now and then."""
     every = 1 if isinstance(method.strategy, mpisgd.Synchronous) else _period(method.strategy)
     if every is None or not isinstance(optimizer, mpisgd.DistributedOptimizer):
         return None

@@ -45,19 +45,19 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what is minimised."""
+        """Return the loss that is minimised."""
 
     @abc.abstractmethod
     def evaluate(self, model: nn.Module) -> float:
         """Return how good a model is, that all ranks have. Collective."""
 
     def factor(self, part: int, step: int) -> float:
-        """Return what the learning rate is multiplied by in a step of a part, both counted from 0."""
+        """Return the factor of the learning rate in a step of a part, both counted from 0."""
         return 1.0
 
 
 def sent_bytes() -> float:
-    """Return what all hosts have sent so far, headers and whatever else passes included. Collective.
+    """Return the bytes that all hosts have sent so far, headers and other traffic included. Collective.
 
     0 where all ranks share a host.
     """

@@ -100,7 +100,7 @@ def counts_of(option: str, text: str) -> list[int]:
 
 
 def device_of(text: str) -> str:
-    """Return what torch calls the device of `--device`."""
+    """Return torch's name of the device of `--device`."""
     from mpisgd.accelerator.runtime import runtime
 
     (name,) = choice_of("--device", text, ("cpu", "gpu"))

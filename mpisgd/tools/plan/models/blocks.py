@@ -65,7 +65,7 @@ class Block:
         return whole + (self.activation_bytes - whole) / divides
 
     def seconds_of(self, share: float, tp: int) -> tuple[float, float]:
-        """Return what the passes take, forward and backward, of a share of the examples on one of `tp` ranks.
+        """Return the seconds of forward and backward for a share of the examples on one of `tp` ranks.
 
         Without the all-reduces of these.
         """

@@ -291,7 +291,7 @@ def _block(name: str, batch: float, group: Sequence[tuple[Layer, float, float]])
 
 
 def _backward(model: Model, start_s: float, seconds: Sequence[float]) -> tuple[float, tuple[Gradient, ...]]:
-    """Return what backward takes, and the gradients: the last layer's first, each at its layer's end."""
+    """Return the seconds of backward, and the gradients: the last layer's first, each at its layer's end."""
     firsts, index = [], 0
     for layer in model.layers:
         firsts.append(index)

@@ -77,7 +77,7 @@ class _Timing(NamedTuple):
     adds: bool
 
     def lines(self, dst: Array) -> list[Cost]:
-        """Return what messages take to ranks `dst`: those of which no other one takes longer at any size."""
+        """Return the costs of messages to ranks `dst`, but those that another exceeds at every size."""
         if self.is_equal:
             return [Cost(float(self.alpha_s[0]), float(self.beta_s[0] + self.adding_s[0]))]
         alpha_s, beta_s = self.alpha_s, self.beta_s + self.adding_s[dst]
@@ -88,7 +88,7 @@ class _Timing(NamedTuple):
 
 
 def _timing(cluster: Cluster, each: Round, way: Way, together: int = 1) -> _Timing:
-    """Return what the messages take, where so many ranks of a host send the same over its link."""
+    """Return the cost of the messages, where so many ranks of a host send the same over its link."""
 
     def of_links(attribute: Callable[[Link], float]) -> Array:
         return np.where(way.is_far, attribute(cluster.between), attribute(cluster.within))
@@ -107,12 +107,12 @@ def _are_equal(numbers: Array) -> bool:
 
 
 def _adding_s(cluster: Cluster, each: Round) -> float:
-    """Return what adding a byte takes: two reads and a write; the rate of shared memory has that in it."""
+    """Return the seconds of adding a byte: two reads and a write, as in the rate of shared memory."""
     return 3.0 / cluster.memory_bytes_per_s if each.combines and not cluster.within_is_shared else 0.0
 
 
 def round_seconds(cluster: Cluster, each: Round) -> Cost:
-    """Return what a round takes, once, for each of its bytes: `nbytes` is what a message has of it."""
+    """Return the latency of a round and its seconds per byte; a message has `nbytes` of it."""
     timing = _timing(cluster, each, way_of(roads_of(cluster), each))
     return Cost(float(timing.alpha_s.max()), float(timing.beta_s.max() + timing.adding_s.max()))
 
@@ -229,7 +229,7 @@ def _listed(roads: Roads, each: Round) -> tuple[Round, Way | None]:
 
 
 def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> tuple[Costs, dict[str, float]]:
-    """Return what rounds take one after the other, and by level the bytes on its busiest link.
+    """Return the time of rounds one after the other, and by level the bytes on its busiest link.
 
     Where they were made for one byte: for each byte of a message.
     """
@@ -298,7 +298,7 @@ def rounds_of(cluster: Cluster, algorithm: str, nbytes: float, collective: str =
 
 
 def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Costs | LateRanks:
-    """Return what a collective takes by its size."""
+    """Return the time of a collective by its size."""
     form = form_of(cluster, algorithm, collective)
     return LateRanks(cluster, algorithm, collective, form) if are_late(cluster, algorithm) else form
 
@@ -335,7 +335,7 @@ def fastest(cluster: Cluster, nbytes: float, algorithm: str = AUTO, collective: 
 
 
 def _least_of_halving_s(cluster: Cluster, nbytes: float, collective: str) -> float:
-    """Return what halving and doubling takes more than: its messages to other hosts, if no two ever meet.
+    """Return a lower bound of halving and doubling: its messages to other hosts, if no two ever meet.
 
     On many ranks its form takes a second, and it is seldom the best.
     """

@@ -16,7 +16,7 @@ class Cost(NamedTuple):
     beta_s_per_byte: float
 
     def seconds(self, nbytes: float) -> float:
-        """Return what `nbytes` take; nothing takes nothing."""
+        """Return the seconds of `nbytes`; 0 for none."""
         return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
 
 
@@ -30,7 +30,7 @@ class Costs(NamedTuple):
         return max(self.lines, key=lambda line: line.alpha_s + line.beta_s_per_byte * nbytes)
 
     def seconds(self, nbytes: float) -> float:
-        """Return what `nbytes` take; nothing takes nothing."""
+        """Return the seconds of `nbytes`; 0 for none."""
         return self.at(nbytes).seconds(nbytes)
 
 

@@ -59,7 +59,7 @@ class LateRanks:
         return Cost(line.alpha_s * factor, line.beta_s_per_byte * factor)
 
     def seconds(self, nbytes: float) -> float:
-        """Return what `nbytes` take; nothing takes nothing."""
+        """Return the seconds of `nbytes`; 0 for none."""
         return self.at(nbytes).seconds(nbytes)
 
     def _factor(self, number: int) -> float:

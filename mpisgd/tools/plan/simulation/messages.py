@@ -120,7 +120,7 @@ def hierarchical(place: Placement, nbytes: float) -> list[Round]:
 
 
 def node(place: Placement, nbytes: float) -> list[Round]:
-    """Return what ranks of a host do in shared memory: each reads its part of all, and then the results."""
+    """Return the copies of a host's ranks in shared memory: each reads its part of all, then the results."""
     k = place.ranks_per_host
     if k == 1:
         return []

@@ -110,7 +110,7 @@ class Way(NamedTuple):
 
 
 def way_of(roads: Roads, each: Round) -> Way:
-    """Return what the messages of a round meet, which has all of them listed."""
+    """Return the load that the messages of a round meet, of a round that lists all of them."""
     (src, dst), size = roads.hosts_of(each), roads.place.size
     sent, received = (np.bincount(ranks, minlength=size) for ranks in (each.src, each.dst))
     place = _place_of(each.src) if len(sent) and sent.max() > 1 else np.ones(len(src))

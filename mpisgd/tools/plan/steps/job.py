@@ -81,7 +81,7 @@ class PlannedJob:
         return {gradient.place: gradient.ready_s for gradient in self.profile.gradients}
 
     def measured_s(self, compressor: object) -> float | None:
-        """Return what a compressor takes for an element, where that was measured."""
+        """Return the seconds of a compressor per element, where that was measured."""
         names = (repr(compressor), type(compressor).__name__)
         return next((self.compression_s[name] for name in names if name in self.compression_s), None)
 

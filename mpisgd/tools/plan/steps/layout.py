@@ -45,7 +45,7 @@ class DividedModel:
         return cost(self.schedule, self.shape, sizes, place, num_pipelines=self.grid.dp)
 
     def memory(self) -> Memory:
-        """Return what the rank keeps that has most: as a rule the first of a pipeline, by its activations."""
+        """Return the memory of the rank that has most: as a rule a pipeline's first, by its activations."""
         return max((peak_of(self.cost(place)) for place in range(self.grid.pp)), key=lambda each: each.total)
 
 

@@ -141,7 +141,7 @@ class Grid:
         return place * self.width // self.cluster.ranks_per_host
 
     def messages(self, src: int, dst: int) -> Round:
-        """Return what goes from one place of the pipelines to another, of one byte each."""
+        """Return the messages from one place of the pipelines to another, of one byte each."""
         ranks = np.arange(self.width)
         return Round(ranks + src * self.width, ranks + dst * self.width, 1.0)
 

@@ -128,7 +128,7 @@ class _Pipeline:
             self._carry(level, to if level.endswith(("in", "down")) else place, most * nbytes)
 
     def _edge(self, place: int, to: int) -> tuple[Cost, dict[str, float]]:
-        """Return what messages of a byte from one place to another take, and leave on the busiest links."""
+        """Return the time of messages from a place to another, and their load on links, per byte."""
         if (place, to) not in self._edges:
             each = self._grid.messages(place, to)
             carried = link_bytes(self._job.cluster, [each])

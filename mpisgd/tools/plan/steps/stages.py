@@ -90,7 +90,7 @@ class _Pass:
 
 
 def sum_cost(grid: Grid, nbytes: float, algorithm: str) -> Cost:
-    """Return what an all-reduce of activations takes, with the check that all ranks do the same."""
+    """Return the time of an all-reduce of activations, with the check that all ranks do the same."""
     group = grid.tensor_group
     check = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
     cost = cost_of(group, fastest(group, nbytes, algorithm)).at(nbytes)
@@ -135,7 +135,7 @@ def _stage(
 def _kept(
     passes: Sequence[_Pass], came: float, is_last: bool, recompute: _Recompute | None
 ) -> tuple[float, float]:
-    """Return what is kept until the backward pass besides what `came`, and what it needs besides.
+    """Return the bytes that are kept until the backward pass besides those that `came`, and those it adds.
 
     A block keeps its input, and so the first one what came; and the stage what it has sent.
     """

@@ -114,7 +114,7 @@ class _Segment:
             self._places[op] = add(self, op, self._before(op))
 
     def _before(self, op: Op) -> list[int]:
-        """Return what an operation waits for beside those of its own side."""
+        """Return the places in the graph of the operations that an operation waits for."""
         if op.after is not None:
             return [self._places[each] for each in op.after]
         begins = isinstance(op, (Check, Collective)) or (isinstance(op, Compute) and op.what == "compress")
@@ -171,7 +171,7 @@ class _Segment:
         return max(ready[each.place] for each in bucket.parameters) - self._job.profile.forward_s
 
     def _backward_of(self, bucket: Bucket) -> float:
-        """Return what of backward belongs to a bucket; the last one has the rest."""
+        """Return the part of backward before a bucket is full; the last one has the rest."""
         buckets = self._job.sizes.buckets
         begun = self._complete_at(buckets[bucket.number - 1]) if bucket.number else 0.0
         is_last = bucket.number == len(buckets) - 1

@@ -47,7 +47,7 @@ def plan_layout(job: PlannedJob, layout: Parallel) -> PlannedStep:
 
 
 def job_of_stage(job: PlannedJob, model: DividedModel) -> PlannedJob:
-    """Return what one rank of each tp group does, with the ranks that have the same parameters."""
+    """Return the step of one rank of each tp group, with the ranks that have the same parameters."""
     profile, grid = job.profile, model.grid
     (stage,), passes = model.stages, model.shape.num_micro_batches
     forward_s, backward_s = stage.forward_s * passes, stage.backward_s * passes

@@ -87,7 +87,7 @@ def slowest_steps(steps: dict[int, Steps]) -> tuple[int, int]:
 def excerpt_of(
     events: Sequence[Event], title: str, begin_us: float, end_us: float, max_spans: int = MAX_SPANS
 ) -> Excerpt:
-    """Return what lies between two moments, even if only a part of it does."""
+    """Return the spans that lie between two moments, wholly or in part."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     inside = (e for e in events if e["ph"] == "X" and e["ts"] <= end_us and e["ts"] + e["dur"] >= begin_us)
     overlapping = (each for each in _overlapping(events) if each.begin <= end_us and each.end >= begin_us)
@@ -115,7 +115,7 @@ def excerpt_of(
 
 
 def _on_track(event: Event, names: dict[tuple[int, int], str]) -> _Span:
-    """Return what lies on a track, in others or in turn: first the steps, then the program."""
+    """Return the spans of a track, nested or in turn: first the steps, then the program."""
     track, kind = names[event["pid"], event["tid"]], _kind(event)
     order = {"step": 0, "blocked": 1}.get(kind, 2)
     return _Span(
@@ -137,12 +137,12 @@ def _kind(event: Event) -> str:
 
 
 def _detail(args: dict[str, Any]) -> str:
-    """Return what is told of a span beside its name."""
+    """Return the details of a span beside its name."""
     return ", ".join(args[name] for name in ("what", "transport") if name in args)
 
 
 def _overlapping(events: Iterable[Event]) -> Iterator[_Span]:
-    """Return what others of its kind may overlap, each from a pair of events."""
+    """Return the spans that may overlap others of their kind, each from a pair of events."""
     begun: dict[tuple[int, str, str, str], Event] = {}
     for event in events:
         if event["ph"] not in ("b", "e"):

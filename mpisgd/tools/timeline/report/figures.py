@@ -229,7 +229,7 @@ def memory_of(events: Iterable[Event]) -> dict[int, MemoryFigures]:
 
 
 def links_of(events: Iterable[Event], done: Iterable[Execution], hosts: dict[int, str]) -> list[Link]:
-    """Return what went from host to host, the most first.
+    """Return the bytes that went from host to host, the most first.
 
     Args:
         events: of a timeline.

@@ -50,7 +50,7 @@ def html_of(data: dict[str, Any]) -> str:
 
 
 def data_of(events: Sequence[Event], title: str, chosen: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Return what the page shows of a timeline, as JSON has it; times in microseconds.
+    """Return the content of the page for a timeline, ready for JSON; times in microseconds.
 
     Args:
         events: of the timeline.
