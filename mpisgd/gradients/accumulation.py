@@ -148,10 +148,10 @@ class AccumulationWindow:
         """What was sent last during the backward that is under way, if anything was."""
         return self.gradients.sent_last
 
-    def abandon(self) -> None:
-        """Forget that backward, and what became of what was sent."""
+    def forget_backward(self) -> None:
+        """Forget the backward that is under way, and what became of what was sent."""
         with contextlib.suppress(CollectiveMismatch):
-            self.gradients.abandon()
+            self.gradients.forget_backward()
 
     @property
     def _is_one_of_several(self) -> bool:
@@ -169,7 +169,7 @@ class AccumulationWindow:
             self.gradients.note_pass(self._hooks.first_ready)
         if nested:
             if is_new:
-                self.gradients.abandon()
+                self.gradients.forget_backward()
             self.gradients.hold()
             return
         # Inside `join()` a rank without data takes part from the end of the pass on.
@@ -178,7 +178,7 @@ class AccumulationWindow:
             self._hooks.notes.reports_each = self.gradients.begin(self.when)
         else:
             self._hooks.notes.reports_each = False
-            self.gradients.abandon()
+            self.gradients.forget_backward()
 
     def _became_ready(self, index: int) -> None:
         self.gradients.ready(index)
@@ -330,7 +330,7 @@ class AccumulationWindow:
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self.gradients.abandon()
+        self.gradients.forget_backward()
         self._reductions_before, self._passes = self.num_reductions, 0
         if self.uneven is not None:
             self.uneven.restart()

@@ -68,7 +68,7 @@ class GradientSync:
     def hold(self) -> None:
         """Send nothing more before `reduce`."""
 
-    def abandon(self) -> None:
+    def forget_backward(self) -> None:
         """Forget a backward that was left by an exception."""
 
     def reduce(self, when: str, observed: Sequence[int] = (), *, in_step: bool = False) -> None:

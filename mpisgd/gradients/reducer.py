@@ -145,7 +145,7 @@ class GradientReducer(GradientSync):
         Args:
             when: as for `reduce`, which must follow at its end.
         """
-        self.abandon()  # before the memory of what is on its way is given back
+        self.forget_backward()  # before the memory of what is on its way is given back
         self._destination.release()
         plan = self._plan
         early = self._destination.launches_early or self._launcher.overlaps
@@ -179,7 +179,7 @@ class GradientReducer(GradientSync):
             if lock is not None:
                 lock.release()
 
-    def abandon(self) -> None:
+    def forget_backward(self) -> None:
         """Forget a backward that was left by an exception; return when what it had sent has arrived."""
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
         if not in_flight.launched:

@@ -70,8 +70,8 @@ class Window(Protocol):
     def sent_last(self) -> Work | None:
         """What was sent last during the backward that is under way, if anything was."""
 
-    def abandon(self) -> None:
-        """Forget that backward, and what became of what was sent."""
+    def forget_backward(self) -> None:
+        """Forget the backward that is under way, and what became of what was sent."""
 
     @property
     def num_reductions(self) -> int:
@@ -159,7 +159,7 @@ class GroupWindows:
             self._exchange(group, alive, reached=reached)
         except CollectiveMismatch:
             for each in reached:
-                alive[each].abandon()
+                alive[each].forget_backward()
             raise
 
     def flush(self, window: Window, group: Group, *, in_step: bool) -> None:

@@ -253,7 +253,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def before_zero_grad(self) -> None:
         """Forget the gradients that ranks have pieces of; in a closure all: the optimizer sees pieces."""
-        self.gradients.abandon()
+        self.gradients.forget_backward()
         self._destination.reset()
         if self._optimizer_state.is_hidden:
             for _, param in self.training.named:
