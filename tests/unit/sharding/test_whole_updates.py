@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -130,9 +131,25 @@ def check(results: list[tuple[list[Tensor], dict[str, Any]]], right: tuple[list[
         assert same_state(state["state"], right[1]["state"])
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+def pairs_once(*choices: Sequence[Any]) -> list[Any]:
+    """All combinations; those in which each two choices of the first and the second meet once are not long.
+
+    The third goes round with both of them, so that it meets each of either, too.
+    """
+    first, second, third = (list(each) for each in choices)
+    return [
+        pytest.param(a, b, c, marks=() if third.index(c) == (i + j) % len(third) else pytest.mark.long)
+        for (i, a), (j, b), c in itertools.product(enumerate(first), enumerate(second), third)
+    ]
+
+
+def name_of(choice: Any) -> str | None:
+    return getattr(choice, "__name__", None)
+
+
+@pytest.mark.parametrize(
+    ("placement", "body", "size"), pairs_once(PLACEMENTS, BODIES, [1, 2, 3, 4]), ids=name_of
+)
 def test_bits_are_those_of_one_process(placement, size, body):
     """With 4 ranks and 5 matrices some ranks own little, and none of what is not used."""
 
@@ -146,8 +163,15 @@ def test_bits_are_those_of_one_process(placement, size, body):
     check(run_ranks(size, program), one_process(size, body))
 
 
-@pytest.mark.parametrize("hosts", [(2, 2), (1, 2), (1, 1, 1)])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+# Unequal ones with each placement; hosts of one rank each, and equal ones, with each other placement.
+ON_HOSTS = [
+    pytest.param(placement, hosts, marks=() if j == 0 or i % 2 == j - 1 else pytest.mark.long)
+    for i, placement in enumerate(PLACEMENTS)
+    for j, hosts in enumerate([(1, 2), (2, 2), (1, 1, 1)])
+]
+
+
+@pytest.mark.parametrize(("placement", "hosts"), ON_HOSTS)
 def test_bits_are_those_of_one_process_on_several_hosts(placement, hosts):
     size = sum(hosts)
 
@@ -200,13 +224,22 @@ def test_a_rank_may_own_nothing(size):
     check(run_ranks(size, program), ([param.detach() for param in params], opt.state_dict()))
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 4), (4, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize("placement", ["replicated", "shared", "stage 1", "stage 2", "shared, stage 2"])
-@pytest.mark.parametrize("shards", [False, True])
-def test_a_state_is_loaded_by_other_ranks(placement, before, after, shards):
+LOADED = ("replicated", "shared", "stage 1", "stage 2", "shared, stage 2")
+OTHER_SIZES = ((3, 2), (2, 4), (4, 1), (1, 3), (2, 2))
+# Every rank of the first two has the whole state. The others have it whole and in shards, for each placement
+# and for each change of size.
+LOADS = [
+    pytest.param(*case, marks=() if i < 2 or case[2] == bool((i + j) % 2) else pytest.mark.long)
+    for (i, placement), (j, sizes) in itertools.product(enumerate(LOADED), enumerate(OTHER_SIZES))
+    for case in [(placement, sizes, False), (placement, sizes, True)]
+    if i >= 2 or not case[2]
+]
+
+
+@pytest.mark.parametrize(("placement", "sizes", "shards"), LOADS)
+def test_a_state_is_loaded_by_other_ranks(placement, sizes, shards):
     """Whole, or of all ranks' shards. The data are those of 4 ranks, whatever number there is."""
-    if shards and "strategy" not in PLACEMENTS[placement]:
-        pytest.skip("every rank has the whole state")
+    before, after = sizes
 
     def program(given: Any, first: int) -> Any:
         params = parameters()
