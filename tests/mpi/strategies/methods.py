@@ -29,9 +29,16 @@ class Net(nn.Module):
         )
 
     def loss(self, rank: int, step: int) -> Tensor:
-        draw = torch.Generator().manual_seed(1000 * step + rank)
-        targets = [torch.randn(w.shape, dtype=w.dtype, generator=draw) for w in self.weights]
-        return sum(((w - t) ** 2).sum() / 2 for w, t in zip(self.weights, targets, strict=True))
+        weights = list(self.weights)
+        pulls = zip(weights, targets(rank, step, *(w.shape for w in weights)), strict=True)
+        return sum((w - t).square().sum() for w, t in pulls) / 2
+
+
+@functools.lru_cache(1000)
+def targets(rank: int, step: int, *shapes: torch.Size) -> list[Tensor]:
+    """What a rank's parameters are pulled to in one step: the same in each test."""
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, dtype=torch.float64, generator=draw) for shape in shapes]
 
 
 def train(
