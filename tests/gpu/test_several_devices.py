@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import warnings
@@ -62,8 +63,18 @@ class Spread(nn.Module):
 HOW: dict[str, Any] = {"model": Spread, "prepare": Spread.spread}
 
 
-@pytest.mark.parametrize("overlap", [None, True])
-@pytest.mark.parametrize("cap", [64, 2**20])
+# Each two of how gradients travel, `overlap` and the size of buckets meet once.
+OF_EACH_PAIR = (("nccl", None, 64), ("nccl", True, 2**20), ("staging", True, 64), ("staging", None, 2**20))
+
+
+@pytest.mark.parametrize(
+    ("device", "overlap", "cap"),
+    [
+        pytest.param(*case, marks=() if case in OF_EACH_PAIR else pytest.mark.long)
+        for case in itertools.product(("nccl", "staging"), [None, True], [64, 2**20])
+    ],
+    indirect=["device"],
+)
 def test_the_training_equals_that_of_one_process(device, overlap, cap):
     check_equal_runs(steps=STEPS, overlap=overlap, bucket_cap_bytes=cap, **HOW)
 

@@ -65,10 +65,13 @@ def _are_close(ours: Any, theirs: Any, *, tol: float) -> tuple[bool, str]:
 KINDS = ["device", "host", "files"]
 
 
-# Where the state is does not depend on how gradients travel: each way has both stages and all kinds.
-SAID_BY_OTHERS = (("nccl", 1, "host"), ("nccl", 2, "files"), ("staging", 1, "files"), ("staging", 2, "host"))
+# Each two of how gradients travel, the stage and where the state is meet once.
+OF_EACH_PAIR = (
+    *(("nccl", 1, "device"), ("nccl", 2, "host"), ("nccl", 1, "files")),
+    *(("staging", 2, "device"), ("staging", 1, "host"), ("staging", 2, "files")),
+)
 TRAININGS = [
-    pytest.param(*case, marks=pytest.mark.long if case in SAID_BY_OTHERS else ())
+    pytest.param(*case, marks=() if case in OF_EACH_PAIR else pytest.mark.long)
     for case in itertools.product(("nccl", "staging"), STAGES, KINDS)
 ]
 
@@ -113,8 +116,20 @@ def scaled(run: Run, step: int) -> None:
 
 
 @BY_HOST
-@pytest.mark.parametrize("body", [clipped, accumulated, with_closure, scaled])
-@pytest.mark.parametrize(("stage", "kind"), [(1, "device"), (2, "host")])
+@pytest.mark.parametrize(
+    ("body", "stage", "kind"),
+    [
+        # A closure's steps differ in who calls backward; test_training.py clips, too.
+        pytest.param(clipped, 1, "device", marks=pytest.mark.long),
+        (clipped, 2, "host"),
+        (with_closure, 1, "device"),
+        pytest.param(with_closure, 2, "host", marks=pytest.mark.long),
+        (accumulated, 1, "device"),
+        (accumulated, 2, "host"),
+        (scaled, 1, "device"),
+        (scaled, 2, "host"),
+    ],
+)
 def test_steps_of_all_kinds(device, stage, kind, body):
     check_same_bits(body, mpisgd.Sharded(stage, offload=offload(kind, None)), tol=1e-12, optimizer=adam)
 
@@ -163,7 +178,16 @@ def test_an_optimizer_of_whole_parameters(device, stage, monkeypatch):
     check_same_bits(plain_step, mpisgd.Sharded(stage), tol=1e-10, optimizer=OPTIMIZERS["a user's"][1])
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(1, "device"), (2, "host")])
+@pytest.mark.parametrize(
+    ("device", "stage", "kind"),
+    [
+        ("nccl", 1, "device"),
+        ("staging", 2, "host"),
+        pytest.param("nccl", 2, "host", marks=pytest.mark.long),
+        pytest.param("staging", 1, "device", marks=pytest.mark.long),
+    ],
+    indirect=["device"],
+)
 def test_parameters_arrive_during_the_next_forward(device, stage, kind):
     strategy = mpisgd.Sharded(stage, overlap_forward=True, offload=offload(kind, None))
 

@@ -59,8 +59,17 @@ def one_process() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("overlap", [False, True, None])
-@pytest.mark.parametrize("cap", [2**20, 2**10])
+@pytest.mark.parametrize(
+    ("overlap", "cap"),
+    [
+        (False, 2**20),
+        (True, 2**20),
+        (True, 2**10),
+        (None, 2**10),
+        pytest.param(False, 2**10, marks=pytest.mark.long),
+        pytest.param(None, 2**20, marks=pytest.mark.long),
+    ],
+)
 def test_distributed_optimizer(overlap, cap):
     model = mlp()
     with torch.no_grad():
@@ -72,8 +81,16 @@ def test_distributed_optimizer(overlap, cap):
     assert_equal_models(model, one_process())
 
 
-@pytest.mark.parametrize("kind", ["device", "host", "files"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        # The others are trained in test_sharded_gpu.py.
+        (1, "device"),
+        (2, "host"),
+        (2, "files"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, "device"), (1, "host"), (1, "files")]),
+    ],
+)
 def test_sharded(stage, kind, tmp_path_factory):
     """With its state on the device, in host memory, in files; clipped, and through a state_dict."""
     folder = Path(referee().bcast(str(tmp_path_factory.mktemp("state"))))
