@@ -38,9 +38,10 @@ def _collects_what_nobody_waited_for():
     gc.collect()
 
 
-def wrong(seeds: int = NUM_SEEDS) -> str:
-    """Return what the first schedule says that goes wrong."""
-    return next((said for seed in range(seeds) if (said := schedules.check(schedules.draw(seed)))), "")
+def wrong(seeds: int = NUM_SEEDS, first: int = 0) -> str:
+    """Return what the first schedule says that goes wrong; begin with that of seed `first`."""
+    tried = (schedules.check(schedules.draw(seed)) for seed in (first, *range(seeds)))
+    return next(filter(None, tried), "")
 
 
 def test_nothing_goes_wrong():
@@ -114,22 +115,23 @@ def test_memory_of_a_group_that_is_not_closed_is_found(monkeypatch):
     assert schedules.LeftOver.now().mappings > before.mappings
 
 
+# With the first seed that finds it; where schedules come to be drawn otherwise, others do.
 @pytest.mark.parametrize(
-    "mutation",
+    ("mutation", "found_by"),
     [
-        never_notice_a_loss,
-        notice_a_loss_that_is_none,
-        go_on_although_a_rank_is_lost,
-        reverse_the_queue,
-        use_one_half_of_the_staging_memory,
-        never_compare,
-        leave_the_barrier_early,
-        never_move_messages_along,
+        (never_notice_a_loss, 77),
+        (notice_a_loss_that_is_none, 135),
+        (go_on_although_a_rank_is_lost, 0),
+        (reverse_the_queue, 5),
+        (use_one_half_of_the_staging_memory, 1),
+        (never_compare, 5),
+        (leave_the_barrier_early, 5),
+        (never_move_messages_along, 5),
     ],
 )
-def test_a_fault_of_the_engine_is_found(monkeypatch, mutation):
+def test_a_fault_of_the_engine_is_found(monkeypatch, mutation, found_by):
     mutation(monkeypatch)
-    assert wrong(300)
+    assert wrong(300, found_by)
 
 
 def test_a_message_under_way_is_received_where_its_group_is_closed():
