@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from harness import (
@@ -116,8 +118,20 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_one_process_on_the_joined_batch(name):
+# What they keep: nothing, one tensor, some, numbers beside them, whole parameters, several groups. The others
+# take no other way where gradients travel alone.
+OF_EACH_KIND = (
+    *("sgd", "sgd momentum", "adam amsgrad", "adam tensor lr", "adamw fused", "adagrad", "a user's"),
+    *("muon and adamw", "several groups"),
+)
+CASES = [
+    pytest.param(way, name, marks=() if way == "fused" or name in OF_EACH_KIND else pytest.mark.long)
+    for way, name in itertools.product(("fused", "alone and overlapped"), OPTIMIZERS)
+]
+
+
+@pytest.mark.parametrize(("way", "name"), CASES, indirect=["way"])
+def test_equals_one_process_on_the_joined_batch(way, name):
     tol, optimizer = OPTIMIZERS[name]
     check_equal_runs(optimizer=optimizer, tol=tol)
 
