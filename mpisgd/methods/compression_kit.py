@@ -18,6 +18,7 @@ __all__ = [
     "Residual",
     "TwoStepCompressor",
     "compressed",
+    "in_blocks",
     "largest",
     "orthonormal",
     "root",
@@ -60,6 +61,16 @@ def orthonormal(P: Tensor) -> Tensor:
 def root(v: Vec, eps: float) -> Vec:
     """Return sqrt(v) + eps, by which Adam and its kin divide; v: a variance."""
     return v.each(lambda tensor: tensor.sqrt() + eps)
+
+
+def in_blocks(v: Tensor, L: int, B: int) -> Tensor:
+    """Return s round(v / s) of each block of B elements of v [d], s = max |v| / L of the block."""
+
+    def nearest(block: Tensor) -> Tensor:
+        s = block.abs().max() / L
+        return s * (block / s).round() if s else torch.zeros_like(block)
+
+    return torch.cat([nearest(block) for block in torch.split(v, B)])
 
 
 # --- error feedback -----------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from mpisgd.arguments import check_flag, check_positive, shown
 from mpisgd.compress.block_code import BlockCode
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
@@ -34,8 +36,9 @@ class BlockQuantized(Compressor):
     in the order of the ranks; all ranks receive Q of that average, with the same bits. Blocks begin anew with
     each parameter and each chunk.
 
-    Between hosts use `PerHost(BlockQuantized(bits=4))`: the ranks of a host then average in shared memory
-    what ZeRO++ quantizes a first time there. Infinite and NaN gradients arrive as such, at least in places.
+    Between hosts use `PerHost(BlockQuantized(bits=4))`, or `Sharded(gradients=BlockQuantized(bits=4))`: the
+    ranks of a host then average in shared memory what ZeRO++ quantizes a first time there. Infinite and NaN
+    gradients arrive as such, at least in places.
 
     Attributes:
         bits: bits of an element, including the sign; 2 to 8.
@@ -70,6 +73,15 @@ class BlockQuantized(Compressor):
         code = partial(BlockCode, bits=self.bits, block=self.block)
         return TwoStepReducer(lengths_of(layout), layout, code, Errors() if self.error_feedback else None)
 
+    def code_of(self, lengths: Sequence[int], dtype: torch.dtype) -> BlockCode:
+        """Return the code of pieces of these lengths, in a message of no other size than that."""
+        return BlockCode(lengths, dtype, len(lengths), sum(lengths), bits=self.bits, block=self.block)
+
+    @property
+    def largest(self) -> int:
+        """L, the largest multiple of a scale."""
+        return (1 << (self.bits - 1)) - 1
+
     def coding(self) -> Coding:
         """See `mpisgd.methods.coding`. Codes and scales go to owners of chunks, those of the mean to all."""
         collectives = ("all_to_all", "all_gather")
@@ -79,4 +91,4 @@ class BlockQuantized(Compressor):
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""
-        return paper.BlockQuantized(L=2 ** (self.bits - 1) - 1, B=self.block, feedback=self.error_feedback)
+        return paper.BlockQuantized(L=self.largest, B=self.block, feedback=self.error_feedback)

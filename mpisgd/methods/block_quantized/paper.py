@@ -11,10 +11,9 @@ what they stand for, and what it sends is quantized again. n ranks. Without erro
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from mpisgd.methods.compression_kit import TwoStepCompressor
+from mpisgd.methods.compression_kit import TwoStepCompressor, in_blocks
 
 __all__ = ["BlockQuantized"]
 
@@ -28,9 +27,4 @@ class BlockQuantized(TwoStepCompressor):
     feedback: bool = False
 
     def of_piece(self, v: Tensor) -> Tensor:
-        return torch.cat([self.Q(block) for block in torch.split(v, self.B)])
-
-    def Q(self, v: Tensor) -> Tensor:
-        """Return the multiples of s that are nearest to the elements of a block."""
-        s = v.abs().max() / self.L
-        return s * (v / s).round() if s else torch.zeros_like(v)
+        return in_blocks(v, self.L, self.B)

@@ -8,13 +8,19 @@ parameters on N ranks with 16-bit parameters and gradients, and an optimizer of 
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mpisgd.arguments import check_flag
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.bucketing import join_buckets
+from mpisgd.methods.block_quantized.block_quantized import BlockQuantized
+from mpisgd.methods.coding import dtype_of
 from mpisgd.methods.cost_kit import (
+    HOST,
+    LEADERS,
     Alloc,
     Bucket,
     Check,
@@ -33,9 +39,18 @@ from mpisgd.methods.cost_kit import (
 from mpisgd.methods.cost_steps import backward_in_buckets, changes_any, kept, trained, update
 from mpisgd.methods.offload.cost import block_bytes, layerwise_cost
 from mpisgd.methods.sharded.sharded import Sharded
-from mpisgd.sharding.division import assign
+from mpisgd.sharding.division import Item, assign, divide
 
-__all__ = ["FullyShard", "also_alone", "cost", "cycle", "largest_load", "largest_part", "largest_share"]
+__all__ = [
+    "FullyShard",
+    "also_alone",
+    "coded_bytes",
+    "cost",
+    "cycle",
+    "largest_load",
+    "largest_part",
+    "largest_share",
+]
 
 
 def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
@@ -59,7 +74,10 @@ def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]
     def send(bucket: Bucket) -> Iterator[Op]:
         yield Move(0, tensors=len(bucket.parameters))
         yield Check()
-        yield Collective("reduce_scatter", bucket.nbytes * wire // sizes.itemsize, itemsize=wire)
+        if method.gradients is not None and world.hosts > 1:
+            yield from _coded(method.gradients, bucket, world)
+        else:
+            yield Collective("reduce_scatter", bucket.nbytes * wire // sizes.itemsize, itemsize=wire)
 
     if world.overlaps:
         yield from backward_in_buckets(sizes, send)
@@ -77,6 +95,34 @@ def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]
     yield Check()
     yield Collective("all_gather", sizes.nbytes)
     yield Wait()
+
+
+def _coded(gradients: BlockQuantized, bucket: Bucket, world: World) -> Iterator[Op]:
+    """Yield what becomes of a bucket: sums on each host, and codes of them between hosts."""
+    if world.ranks_per_host > 1:
+        yield Collective("reduce_scatter", bucket.nbytes, HOST, bucket.itemsize)
+    nbytes, others = coded_bytes(gradients, bucket, world.size), (world.hosts - 1) / world.size
+    yield Compute(
+        "compress",
+        elements=math.ceil(others * bucket.numel),
+        arrived_bytes=others * nbytes,
+        num_collectives=1,
+        by=gradients,
+        element_s=gradients.coding().element_s,
+    )
+    yield Collective("all_to_all", nbytes, LEADERS)
+
+
+@lru_cache(maxsize=4096)
+def coded_bytes(gradients: BlockQuantized, bucket: Bucket, size: int) -> int:
+    """Return the bytes of the codes of the shards of a bucket that so many ranks have."""
+    items = [Item(each.place, each.numel, each.itemsize, (0, "", False)) for each in bucket.parameters]
+    dtype = dtype_of(max(4, bucket.itemsize))  # of sums
+    shards = (
+        [member.numel for piece in of_one for member in piece.members]
+        for of_one in divide(items, (), size, sys.maxsize)
+    )
+    return sum(gradients.code_of(lengths, dtype).nbytes for lengths in shards)
 
 
 def also_alone(method: Sharded) -> bool:

@@ -19,7 +19,9 @@ import torch
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.block_quantized.block_quantized import BlockQuantized
 from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.sharded import paper
 from mpisgd.methods.sharded.streamed import StreamedSynchronizer
 from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_casting, needs_none, no, yes
@@ -47,6 +49,11 @@ SHARDED = GoesWith(
     checkpoint=yes("has each rank's shard"),
 )
 NOT_IN_FILES = no("parameters in files have their gradients reduced as they are, layer by layer")
+CODED = replace(
+    SHARDED,
+    of="Sharded(gradients=)",
+    compression=Compressions("no", (needs_none,)),
+)
 IN_FILES = replace(
     SHARDED,
     compression=Compressions("no", (needs_none,)),
@@ -81,18 +88,33 @@ class Sharded(Strategy):
         offload: keeps state in files on a disk or, for models on a GPU, in host memory; see `Offload`. Needs
             one of torch's elementwise optimizers, see `elementwise` of `DistributedOptimizer`.
 
-    Source: ZeRO, Rajbhandari and others 2020; ZeRO-Offload and ZeRO-Infinity, 2021.
+        gradients: how sums of gradients travel from one host to another, such as
+            `mpisgd.compress.BlockQuantized(bits=4)`. The ranks of a host add up in shared memory; each rank
+            gets the sums of the other hosts for its shard as codes, and adds what they stand for in float32
+            at least, in the order of the hosts, to what its own host has, which is exact. On one host nothing
+            is coded. A rank without shared memory counts as a host. What is left out is lost; parameters
+            travel as they are. Needs one of torch's elementwise optimizers, see `elementwise` of
+            `DistributedOptimizer`, and parameters on the CPU. None: as they are.
+
+    Source: ZeRO, Rajbhandari and others 2020; ZeRO-Offload and ZeRO-Infinity, 2021; ZeRO++, Wang and others
+        2023, section 3.3 (qgZ), of which the hop on a host is exact here.
     """
 
     stage: int = 1
     overlap_forward: bool = False
     master_dtype: torch.dtype | None = None
     offload: Offload | None = None
+    gradients: BlockQuantized | None = None
 
     @classmethod
     def examples(cls) -> Sequence["Sharded"]:
         """See `Strategy`."""
-        return (cls(stage=1), cls(stage=2), cls(stage=1, overlap_forward=True))
+        return (
+            cls(stage=1),
+            cls(stage=2),
+            cls(stage=1, overlap_forward=True),
+            cls(stage=2, gradients=BlockQuantized()),
+        )
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument where a field makes no sense."""
@@ -109,20 +131,55 @@ class Sharded(Strategy):
                 f"Sharded: offload={shown(self.offload)}; expected None or mpisgd.Offload(folder)"
             )
 
+        if self.gradients is not None:
+            self._check_gradients(self.gradients)
+
+    def _check_gradients(self, gradients: Any) -> None:
+        if not isinstance(gradients, BlockQuantized):
+            raise InvalidArgument(
+                f"Sharded: gradients={shown(gradients)}; expected None or mpisgd.compress.BlockQuantized()"
+            )
+        if gradients.error_feedback:
+            raise InvalidArgument(
+                "Sharded: gradients=BlockQuantized(error_feedback=True): what sums of hosts leave out is not "
+                "kept; leave out error_feedback"
+            )
+        for name in ("offload", "master_dtype", "overlap_forward"):
+            if value := getattr(self, name):
+                raise InvalidArgument(f"Sharded: gradients={gradients} does not go with {name}={value}")
+
     @property
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
         in_files = self.offload is not None and "parameters" in self.offload.parts
-        return IN_FILES if in_files else SHARDED
+        if in_files:
+            return IN_FILES
+        return SHARDED if self.gradients is None else CODED
 
     def check(self, training: Training) -> None:
         """Raise if the parameters cannot be divided, or not be updated in parts."""
         super().check(training)
         if self.offload is not None:
             self._check_offload(training, self.offload)
+        if self.gradients is not None:
+            self._check_coded(training)
         if self._streamed(training) is None:
             (check_shareable if training.share_parameters else check_divisible)(training.named)
             check_elementwise(training)
+
+    def _check_coded(self, training: Training) -> None:
+        """Raise where gradients would have to be coded that cannot be."""
+        if not is_known_elementwise(training.optimizer):
+            raise InvalidArgument(
+                f"Sharded: gradients={self.gradients} does not go with {type(training.optimizer).__name__}, "
+                "whose step is none of torch's that update each element by itself, such as SGD's or AdamW's"
+            )
+        for name, param in training.named:
+            if on_device(param) or param.dtype not in (torch.float32, torch.float64):
+                raise InvalidArgument(
+                    f"Sharded: gradients={self.gradients} does not go with {name}, {param.dtype} on "
+                    f"{param.device}; expected float32 or float64 on the CPU"
+                )
 
     def updates_files(self, training: Training) -> bool:
         """See `Strategy`."""
@@ -176,8 +233,11 @@ class Sharded(Strategy):
             master_dtype=self.master_dtype,
             overlap_forward=self.overlap_forward,
             offload=self.offload,
+            make_code=None if self.gradients is None else self.gradients.code_of,
         )
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
-        """See `Strategy`."""
-        return None
+        """See `Strategy`. What is coded depends on the shards: see `mpisgd.tools.verification.papers`."""
+        if self.gradients is None or size == 1:
+            return None
+        return paper.CodedGradients(L=self.gradients.largest, B=self.gradients.block)

@@ -31,6 +31,7 @@ from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.piece_update import PieceUpdate
+from mpisgd.sharding.reduction.coded_reduction import MakeShardCode
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.to_owners import ToOwners
 
@@ -50,6 +51,7 @@ class ShardedSynchronizer(Synchronizer):
         training: what it works on.
         stage: see `Sharded`, as for `master_dtype`, `overlap_forward` and `offload`; 0: every host updates
             everything, and its ranks divide that among themselves.
+        make_code: of the sums of gradients that travel between hosts; None: they travel as they are.
     """
 
     gathers_state = True
@@ -63,8 +65,10 @@ class ShardedSynchronizer(Synchronizer):
         master_dtype: torch.dtype | None = None,
         overlap_forward: bool = False,
         offload: Offload | None = None,
+        make_code: MakeShardCode | None = None,
     ) -> None:
         super().__init__(training)
+        self._make_code = make_code
         self._stage, self._master_dtype, self._offload = stage, master_dtype, offload
         self.commits_shards = stage > 0
         self.state = KeptByCompressors()
@@ -88,6 +92,7 @@ class ShardedSynchronizer(Synchronizer):
             unscale=self._unscale,
             synchronize=self._synchronize,
             stage=self._stage,
+            make_code=self._make_code,
         )
         self.gradients = reducer_of(training, self.state.compression, self._destination)
 

@@ -18,36 +18,15 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_to_all import all_to_all_single
+from mpisgd.compress.code import Code
 from mpisgd.compress.residual import fitted
 from mpisgd.compress.sign_code import SignCode
 from mpisgd.core.group import Group
 from mpisgd.method_state import own
 
-__all__ = ["Code", "Errors", "MakeCode", "TwoStepExchange", "chunk_numel", "pieces_by_owner"]
+__all__ = ["Errors", "MakeCode", "TwoStepExchange", "chunk_numel", "pieces_by_owner"]
 
 ALIGN = 64  # elements: 8 bytes of signs, so that every message begins where a float64 may
-
-
-class Code(Protocol):
-    """How the values of a chunk travel; see `SignCode`, which is one.
-
-    Attributes:
-        numel: how many values there are.
-        nbytes: of a message.
-    """
-
-    numel: int
-    nbytes: int
-
-    def encode(self, values: Tensor, message: Tensor) -> Tensor:
-        """Write what travels to `message`; leave in `values` what does not.
-
-        Returns:
-            Numbers of which not all are finite where `values` were not.
-        """
-
-    def decode(self, message: Tensor) -> Tensor:
-        """Return the values [numel] that a message holds."""
 
 
 class MakeCode(Protocol):

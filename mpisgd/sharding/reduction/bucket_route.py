@@ -10,7 +10,8 @@ Buckets on a device go by the group's collectives, from where they lie; only at 
 learns of which parameters no rank has a gradient, and whether some were sparse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from mpisgd.sharding.device_parts import DeviceParts
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.owners import Transfers
 from mpisgd.sharding.piece import Piece
+from mpisgd.sharding.reduction.coded_reduction import CodedShardReduction, MakeShardCode
 from mpisgd.sharding.reduction.shard_reduction import DeviceShardReduction, Scratch, ShardReduction
 
 __all__ = ["BucketRoute"]
@@ -44,10 +46,19 @@ class BucketRoute:
         launcher: of the parameters.
         parameters: which rank owns what.
         frees: whether a gradient is freed when its bucket has been reduced, and not with all others.
+        make_code: makes the codes in which sums of hosts travel; None: they travel as they are.
     """
 
-    def __init__(self, launcher: BucketLauncher, parameters: DividedParameters, *, frees: bool) -> None:
+    def __init__(
+        self,
+        launcher: BucketLauncher,
+        parameters: DividedParameters,
+        *,
+        frees: bool,
+        make_code: MakeShardCode | None = None,
+    ) -> None:
         self._launcher, self._parameters, self._frees = launcher, parameters, frees
+        self._make_code = make_code
         self._reductions: list[ShardReduction | DeviceShardReduction] = []  # of the buckets of the plan
         self._joined: list[tuple[int, ...]] = []  # the buckets that travel together
         self._scratch = Scratch()
@@ -75,8 +86,19 @@ class BucketRoute:
         if on_device(param):
             return DeviceShardReduction(bucket, param.dtype, ranges, launcher.group, op, finish, wire)
         scratch, stays = self._scratch, not self._frees
-        return ShardReduction(
-            bucket, param.dtype, ranges, owners, op, finish, scratch, in_place=stays, wire=wire
+        kind: Callable[..., ShardReduction] = ShardReduction
+        if self._make_code is not None:
+            kind = partial(CodedShardReduction, make_code=self._make_code)
+        return kind(
+            bucket=bucket,
+            dtype=param.dtype,
+            ranges=ranges,
+            owners=owners,
+            op=op,
+            finish=finish,
+            scratch=scratch,
+            in_place=stays,
+            wire=wire,
         )
 
     def _join(self, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:

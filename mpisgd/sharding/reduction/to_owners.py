@@ -34,6 +34,7 @@ from mpisgd.sharding.piece import Piece, Receiver
 from mpisgd.sharding.piece_states import PieceStates
 from mpisgd.sharding.places import GradientPlace
 from mpisgd.sharding.reduction.bucket_route import BucketRoute
+from mpisgd.sharding.reduction.coded_reduction import MakeShardCode
 from mpisgd.sharding.reduction.piece_reduction import PieceReduction, Settle, goes_in_pieces
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient, Unscale
 
@@ -51,6 +52,7 @@ class ToOwners:
         synchronize: returns when nobody reads this rank's gradients of the step before any more.
         stage: 2: a gradient is freed when its bucket has been reduced; 1: with all others; 0: as with 1, and
             what cannot go by piece goes to all, and not by bucket.
+        make_code: see `BucketRoute`.
 
     Attributes:
         where: the present gradients are.
@@ -68,7 +70,9 @@ class ToOwners:
         unscale: Unscale,
         synchronize: Callable[[], None],
         stage: int,
+        make_code: MakeShardCode | None = None,
     ) -> None:
+        self._make_code = make_code
         self._parameters, self._states, self._defers = parameters, states, defers
         self._unscale, self._stage = weakref.WeakMethod(unscale), stage
         self._synchronize = weakref.WeakMethod(synchronize)
@@ -119,7 +123,9 @@ class ToOwners:
         """See `Destination`."""
         self._by_bucket = None
         if self._goes_by_bucket:
-            self._by_bucket = BucketRoute(self._launcher, self._parameters, frees=self._stage == 2)
+            self._by_bucket = BucketRoute(
+                self._launcher, self._parameters, frees=self._stage == 2, make_code=self._make_code
+            )
         return self._route.make_slots(buckets)
 
     def follow(self, plan: Plan) -> None:

@@ -92,6 +92,11 @@ def _on_ring(name: str, strategy: mpisgd.Gossip, **options: Any) -> Mode:
 
 
 STRATEGIES = (
+    _mode(
+        "Sharded(2, gradients=BlockQuantized(bits=4))",
+        mpisgd.Sharded(2, gradients=mpisgd.compress.BlockQuantized(bits=4)),
+        hosts=2,
+    ),
     _mode("LocalSGD(2)", mpisgd.LocalSGD(EVERY)),
     _mode(
         'LocalSGD(hierarchy={"host": 1, "job": 3})',

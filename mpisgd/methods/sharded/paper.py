@@ -1,0 +1,44 @@
+"""Gradients as whole numbers of a scale for each block, between hosts alone.
+
+Wang et al. 2023, "ZeRO++", section 3.3 (qgZ), whose first hop, on a host, is exact here. Each of p ranks
+owns a chunk of all elements; S_j is the sum of g_i of the ranks of host j. For the chunk of a rank of host k:
+
+    g <- (S_k + sum over the other hosts j of Q(S_j)) / p     in the order of the hosts
+    Q(v) = s round(v / s),  s = max |v| / L                   of each block of B elements of a parameter in it
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from mpisgd.methods.compression_kit import in_blocks
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, everyone, filled
+
+__all__ = ["CodedGradients"]
+
+
+@dataclass(frozen=True)
+class CodedGradients(Paper[None]):
+    """Keeps nothing; `w.layout` has the pieces in each rank's chunk."""
+
+    of_chunks = of_buckets = of_memory = True
+
+    L: int
+    B: int
+
+    def reduce(self, s: None, g: Vecs, w: World) -> tuple[None, Vecs]:
+        g = filled(g)
+        first = g[w.ranks[0]]
+        sums = {h: Vec({n: w.sum({i: g[i][n] for i in h}) for n in first}) for h in w.hosts}
+        out = first.each(lambda tensor: torch.zeros_like(tensor).flatten())
+        for owner, chunk in zip(w.ranks, w.layout, strict=True):
+            for piece in chunk:
+                if piece.name not in first:
+                    continue
+                arrived = {h[0]: self.of_host(piece.of(S), owner in h) for h, S in sums.items()}
+                out[piece.name][piece.begin : piece.end] = w.sum(arrived) / len(w.ranks)
+        return s, everyone(Vec({n: out[n].view(first[n].shape) for n in first}), w)
+
+    def of_host(self, v: torch.Tensor, is_owners: bool) -> torch.Tensor:
+        """Return what the owner adds up of the sum of a host."""
+        return v if is_owners else in_blocks(v, self.L, self.B)
