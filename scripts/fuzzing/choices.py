@@ -52,6 +52,14 @@ def _sharded() -> tuple[str, ...]:
     return tuple(text_of(each) for each in mpisgd.Sharded.examples() if each.gradients is None)
 
 
+def _coded() -> tuple[str, ...]:
+    """Codes of what hosts send each other, with blocks shorter than parameters, and with longer ones."""
+    return tuple(
+        f"gradients={text_of(mpisgd.compress.BlockQuantized(bits=bits, block=block))}"
+        for bits, block in ((4, 5), (4, 256), (8, 64), (2, 9), (3, 30))
+    )
+
+
 def _local() -> tuple[str, ...]:
     """The strategies whose ranks step with gradients of their own, and come to the same each time."""
     examples = [each for kind in catalogue.strategies() for each in kind.examples()]
@@ -69,5 +77,5 @@ def _compressors() -> tuple[str, ...]:
     return tuple(text_of(each) for each in examples if each != mpisgd.Compression.none)
 
 
-SHARDED, LOCAL, COMPRESSORS = _sharded(), _local(), _compressors()
+SHARDED, CODED, LOCAL, COMPRESSORS = _sharded(), _coded(), _local(), _compressors()
 CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16", "mpisgd.compress.TopK(ratio=1.0)")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from fuzzing.choices import (
     CASTS,
     CLOSURE_OPTIMIZERS,
+    CODED,
     COMPRESSORS,
     EMPTY,
     EXACT_OPTIMIZERS,
@@ -56,6 +57,7 @@ __all__ = ["MAX_RANKS", "draw"]
 
 MAX_RANKS = 4
 UNEVEN_SHARE = 0.2
+CODED_SHARE = 0.5  # of the programs that divide gradients between hosts
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
 
 
@@ -79,9 +81,24 @@ def draw(
         program = _Draw(seed, random_, size, hosts, strategy).program()
         if not violation(program):
             break
+    program = _with_codes(program, random.Random(f"codes {seed}"))
     uneven = _with_uneven_data(program, random.Random(f"uneven {seed}"))
     program = program if violation(uneven) else uneven
     return replace(program, forgotten=random.Random(f"forgotten {seed}").choices((0, 1, 2, 3), FORGOTTEN)[0])
+
+
+def _with_codes(program: Program, chance: random.Random) -> Program:
+    """Return the program with sums of gradients that travel as codes, or as it is."""
+    if not 0 < program.ranks_per_host < program.ranks or chance.random() > CODED_SHARE:
+        return program
+    optimizers = []
+    for optimizer in program.optimizers:
+        options = dict(optimizer.options)
+        if options.get("strategy") in SHARDED and "compression" not in options:
+            stage = 2 if "stage=2" in options["strategy"] else 1
+            options["strategy"] = f"mpisgd.Sharded(stage={stage}, {chance.choice(CODED)})"
+        optimizers.append(replace(optimizer, options=tuple(options.items())))
+    return replace(program, optimizers=tuple(optimizers))
 
 
 def _with_uneven_data(program: Program, chance: random.Random) -> Program:

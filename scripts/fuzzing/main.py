@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ from mpisgd.tools.verification.programs.python_text import python_text
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 __all__ = ["Backend", "Fault", "Report", "fuzz", "main"]
+
+
+MOST_DRAWN = 1000  # for each that is wanted
 
 
 class Backend(Protocol):
@@ -130,6 +134,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--disk-faults", action="store_true", help="in each of the schedules; by default in some"
     )
+    parser.add_argument(
+        "--containing", default="", help="draw on until so many have this in their text: 'gradients='"
+    )
     parser.add_argument("--only", type=int, help="run the program of this seed alone")
     parser.add_argument("--text", help="run the program of this text, as it is printed after a shrunk one")
     parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 4, drawn")
@@ -161,11 +168,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if chosen.schedules:
         scheduled = range(chosen.seed, chosen.seed + chosen.schedules)
         return int(run_schedules(scheduled, writes=chosen.disk_faults) > 0)
-    seeds = range(chosen.seed, chosen.seed + chosen.programs)
+    seeds = range(chosen.seed, chosen.seed + chosen.programs * (MOST_DRAWN if chosen.containing else 1))
     if chosen.only is not None:
         seeds = range(chosen.only, chosen.only + 1)
     strategy = chosen.strategy.replace(":", ".", 1)
-    programs = [draw(seed, chosen.ranks, chosen.ranks_per_host, strategy) for seed in seeds]
+    drawn = (draw(seed, chosen.ranks, chosen.ranks_per_host, strategy) for seed in seeds)
+    found = (program for program in drawn if chosen.containing in repr(program))
+    programs = list(itertools.islice(found, chosen.programs))
     if chosen.backend == "threads":
         programs = [with_losses(each) if loses(each.seed, chosen.losses) else each for each in programs]
     if chosen.text:

@@ -5,6 +5,8 @@ owns a chunk of all elements; S_j is the sum of g_i of the ranks of host j. For 
 
     g <- (S_k + sum over the other hosts j of Q(S_j)) / p     in the order of the hosts
     Q(v) = s round(v / s),  s = max |v| / L                   of each block of B elements of a parameter in it
+
+With `sums` g is not divided by p.
 """
 
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mpisgd.methods.compression_kit import in_blocks
-from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, everyone, filled
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, everyone, filled, weighted
 
 __all__ = ["CodedGradients"]
 
@@ -22,12 +24,14 @@ class CodedGradients(Paper[None]):
     """Keeps nothing; `w.layout` has the pieces in each rank's chunk."""
 
     of_chunks = of_buckets = of_memory = True
+    weighs = True
 
     L: int
     B: int
+    sums: bool = False
 
     def reduce(self, s: None, g: Vecs, w: World) -> tuple[None, Vecs]:
-        g = filled(g)
+        g = filled(g if self.sums else weighted(g, w.weight))
         first = g[w.ranks[0]]
         sums = {h: Vec({n: w.sum({i: g[i][n] for i in h}) for n in first}) for h in w.hosts}
         out = first.each(lambda tensor: torch.zeros_like(tensor).flatten())
@@ -36,7 +40,7 @@ class CodedGradients(Paper[None]):
                 if piece.name not in first:
                     continue
                 arrived = {h[0]: self.of_host(piece.of(S), owner in h) for h, S in sums.items()}
-                out[piece.name][piece.begin : piece.end] = w.sum(arrived) / len(w.ranks)
+                out[piece.name][piece.begin : piece.end] = w.sum(arrived) / (1 if self.sums else len(w.ranks))
         return s, everyone(Vec({n: out[n].view(first[n].shape) for n in first}), w)
 
     def of_host(self, v: torch.Tensor, is_owners: bool) -> torch.Tensor:

@@ -119,7 +119,8 @@ def rows() -> Iterator[Row]:
         if compressor != mpisgd.Compression.none:
             options.append(("compression", text_of(compressor)))
         name = ", ".join(text for _, text in options) or "mpisgd.Synchronous()"
-        exact = strategy.goes_with.op.goes and isinstance(compressor, Cast)
+        codes = isinstance(strategy, mpisgd.Sharded) and strategy.gradients is not None
+        exact = strategy.goes_with.op.goes and isinstance(compressor, Cast) and not codes
         settings = MOMENTUM[:1] if has_momentum(compressor) else MOMENTUM  # one of both has it
         row = Row(name.replace("mpisgd.", ""), Optimizer("SGD", settings, (), tuple(options)), exact)
         yield row if _is_defined(row) else _per_parameter(row)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,11 @@ from mpisgd.methods.sharded.paper import CodedGradients
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.draws import BucketDraws, Layout
 from mpisgd.tools.verification.paper_run import Definition
+from mpisgd.tools.verification.shares import Shares
 
-__all__ = ["chunks_of", "paper_of", "shares_of"]
+__all__ = ["chunks_of", "paper_of"]
 
 CHUNK_UNIT = 64  # elements: chunks of owners are a multiple of it
-LINE_BYTES = 64
 MIXES_WHOLE = (DPSGD, PushSum)  # papers of gossip in which nothing is compressed
 
 
@@ -58,11 +59,11 @@ def paper_of(
         if op == ReduceOp.SUM:
             return Definition(Synchronous(sums=True))
         return Definition(op.paper()) if isinstance(op, AdaptiveSum) else wire
+    if isinstance(paper, CodedGradients) and op in (ReduceOp.AVG, ReduceOp.SUM):
+        return Definition(replace(paper, sums=op == ReduceOp.SUM), layout=Shares(size))
     if op != ReduceOp.AVG or (chosen != Compression.none and isinstance(paper, MIXES_WHOLE)):
         raise InvalidArgument(f"there is no paper of {strategy} with {chosen} and op={shown(op)}")
     layout = _in_order if isinstance(paper, (*MIXES_WHOLE, Choco)) else wire.layout
-    if isinstance(paper, CodedGradients):
-        layout = partial(shares_of, size=size)
     return Definition(paper, wire.paper, layout, wire.draw)
 
 
@@ -91,22 +92,3 @@ def chunks_of(x: Vec, size: int) -> Layout:
         for low, high in itertools.pairwise(cuts):
             chunks[low // chunk].append(Slice(name, low - begin, high - begin))
     return tuple(map(tuple, chunks))
-
-
-def shares_of(x: Vec, size: int) -> Layout:
-    """Return the pieces of parameters in the shares of ranks: of cache lines each has as many as others.
-
-    Parameters lie there from the last to the first, in one bucket; each begins with a line.
-    """
-    lines = [(name, LINE_BYTES // t.element_size(), t.numel()) for name, t in reversed(x.items())]
-    counts = [-(-numel // each) for _, each, numel in lines]
-    cuts = [sum(counts) * rank // size for rank in range(size + 1)]
-    shares: list[list[Slice]] = [[] for _ in range(size)]
-    start = 0
-    for (name, each, numel), count in zip(lines, counts, strict=True):
-        for rank, (low, high) in enumerate(itertools.pairwise(cuts)):
-            begin, end = (min(numel, max(0, cut - start) * each) for cut in (low, high))
-            if begin < end:
-                shares[rank].append(Slice(name, begin, end))
-        start += count
-    return tuple(map(tuple, shares))

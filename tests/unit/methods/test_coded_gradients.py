@@ -25,11 +25,9 @@ import mpisgd
 from mpisgd import Sharded
 from mpisgd.compress import BlockQuantized
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
-from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.sharded.paper import CodedGradients
-from mpisgd.tools.verification.draws import Layout
 from mpisgd.tools.verification.paper_run import Definition
-from mpisgd.tools.verification.papers import shares_of
+from mpisgd.tools.verification.shares import Shares
 
 GRADIENTS = BlockQuantized(bits=4, block=5)
 FOUR = Program(size=4, hosts=(2, 2), make=momentum)
@@ -56,15 +54,9 @@ def test_equal_to_the_paper(situation, stage):
     assert_equal(SITUATIONS[situation], strategy=Sharded(stage, gradients=GRADIENTS))
 
 
-def of_each(x: Vec, size: int) -> Layout:
-    """A bucket of each parameter, divided by itself."""
-    each = [shares_of(Vec({name: tensor}), size) for name, tensor in x.items()]
-    return tuple(tuple(piece for shares in each for piece in shares[rank]) for rank in range(size))
-
-
 def test_buckets_are_divided_one_by_one():
     found = by_mpisgd(FOUR, strategy=Sharded(2, gradients=GRADIENTS), bucket_cap_bytes=1)
-    definition = Definition(CodedGradients(L=7, B=5), layout=lambda x: of_each(x, FOUR.size))
+    definition = Definition(CodedGradients(L=7, B=5), layout=Shares(FOUR.size, cap_bytes=1))
     assert_same(found, by_paper(FOUR, definition), 0.0)
 
 

@@ -24,6 +24,7 @@ from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import Event, Optimizer, Program, examples_of
 from mpisgd.tools.verification.programs.training import Training, initial_groups
+from mpisgd.tools.verification.shares import Place, Shares
 
 __all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "paper_among"]
 
@@ -47,7 +48,10 @@ def paper_among(program: Program, size: int, place: int = 0) -> Definition:
     layers = [layer for group, _ in initial_groups(program, optimizer) for layer in group]
     lengths = [(f"layers.{layer}", params[layer].nbytes) for layer in layers]
     definition = paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
-    if optimizer.option("bucket_cap_bytes") == "1" and definition.layout is bucket_of:
+    layout, cap_bytes = definition.layout, optimizer.option("bucket_cap_bytes")
+    if isinstance(layout, Shares) and cap_bytes:
+        return definition._replace(layout=layout._replace(cap_bytes=int(cap_bytes)))
+    if cap_bytes == "1" and layout is bucket_of:
         return definition._replace(layout=_bucket_of_each)
     return definition
 
@@ -108,6 +112,8 @@ class ByPaper:
 
     def _new_run(self, part: _Part) -> PaperRun:
         definition = paper_among(self._program, self._num_ranks, part.place)
+        if isinstance(definition.layout, Shares):
+            definition = definition._replace(layout=definition.layout._replace(places=part.places))
         return PaperRun(definition, part.params, part.optimizers, hosts=self._hosts)
 
     @property
@@ -143,6 +149,11 @@ class ByPaper:
                     training.do(event)
                 for part in self._parts:
                     part.note_groups(self._here)
+            case events.Reload():
+                for _, training in self._here:
+                    training.do(event)
+                for part in self._parts:
+                    part.note_reload()
             case events.Join():
                 for training in self._all:
                     training.examples = examples_of(self._program, range(self._num_ranks))
@@ -279,17 +290,32 @@ class _Part:
         place: of the optimizer.
         params: by rank and name.
         optimizers: what a paper calls the optimizer, by rank.
+        places: of the parameters in memory, by name.
     """
 
     def __init__(self, place: int, here: Sequence[tuple[int, Training]]) -> None:
         self.place = place
         self.params = {rank: _names(training, place) for rank, training in here}
         self.optimizers: dict[int, Any] = {rank: _Stepping(training, place) for rank, training in here}
+        self.places: dict[str, Place] = {}
+        self._note_places(here, 0)
 
     def note_groups(self, here: Sequence[tuple[int, Training]]) -> None:
         """Take over parameters that were added."""
         for rank, training in here:
             self.params[rank].update(_names(training, self.place))
+        self._note_places(here, 1 + max(place.memory for place in self.places.values()))
+
+    def note_reload(self) -> None:
+        """Note that the optimizer is made over all parameters at once."""
+        self.places.update({name: place._replace(memory=0) for name, place in self.places.items()})
+
+    def _note_places(self, here: Sequence[tuple[int, Training]], memory: int) -> None:
+        rank, training = here[0]
+        name_of = {id(param): name for name, param in self.params[rank].items()}
+        for group, options in enumerate(training.groups_of(self.place)):
+            for param in options["params"]:
+                self.places.setdefault(name_of[id(param)], Place(memory, group))
 
     def grads(self) -> dict[int, dict[str, Tensor]]:
         """Return the gradients that there are."""

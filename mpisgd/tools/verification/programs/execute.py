@@ -16,7 +16,7 @@ from mpisgd.tools.verification.programs.distributed_training import UNREAD, Dist
 from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.sabotaged import SabotagedTraining
-from mpisgd.tools.verification.programs.serial_definition import definition_of
+from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, definition_of
 from mpisgd.tools.verification.programs.training import SERIAL, Training
 from mpisgd.tools.verification.sabotage import Sabotage
 
@@ -146,6 +146,8 @@ def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
         )
     if definition_of(program) is not None:
         return True
+    if codes_between_hosts(program):
+        return False
     compression = optimizer.option("compression", LOSSLESS[0])
     is_plain = compression in LOSSLESS or (program.exact and compression in EXACT_CASTS)
     return is_plain and averages_gradients(optimizer) and optimizer.option("op") != "mpisgd.Adasum"

@@ -13,7 +13,7 @@ from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
 from mpisgd.tools.verification.programs.program import Program
 
-__all__ = ["definition_of", "rounds", "why_undefined"]
+__all__ = ["codes_between_hosts", "definition_of", "rounds", "why_undefined"]
 
 
 def definition_of(program: Program) -> type[ByPaper] | None:
@@ -33,8 +33,9 @@ def why_undefined(program: Program) -> str:
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not averages_gradients(program.optimizers[0])
     compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
-    sent = _sent_by(compression)
-    has_buckets = len(program.layers) == 1 or (cap == "1" and not sent.of_chunks)
+    codes = codes_between_hosts(program)
+    sent = _sent_by(compression) if not codes else strategy.paper(program.ranks)
+    has_buckets = codes or len(program.layers) == 1 or (cap == "1" and not sent.of_chunks)
     compresses = not isinstance(sent, Synchronous) and (has_buckets or not sent.of_buckets)
     reduces = compresses or options.get("op") is mpisgd.Adasum
     if not (is_local or reduces):
@@ -46,7 +47,7 @@ def why_undefined(program: Program) -> str:
         return why
     if is_local and sent.of_buckets and cap not in ("", "1"):
         return "what is drawn depends on the buckets"
-    if reduces and not is_local and not _reduces_once(program):
+    if reduces and not is_local and not _reduces_once(program, scales=codes):
         return "a step with several reductions, or with none"
     if program.exact and sent.chooses:
         return "among equals it chooses whichever it likes"
@@ -67,9 +68,17 @@ def why_undefined(program: Program) -> str:
 def rounds(program: Program) -> bool:
     """Return whether a method computes with gradients what is rounded, such as a mean of magnitudes."""
     options = [arguments_of(optimizer) for optimizer in program.optimizers]
-    return any(
+    return codes_between_hosts(program) or any(
         each.get("op") is mpisgd.Adasum or _sent_by(each.get("compression")).rounds for each in options
     )
+
+
+def codes_between_hosts(program: Program) -> bool:
+    """Return whether a strategy rounds what hosts send each other, where one process would not."""
+    if not 0 < program.ranks_per_host < program.ranks:
+        return False
+    strategies = [optimizer.strategy for optimizer in program.optimizers]
+    return any(isinstance(each, mpisgd.Sharded) and each.gradients is not None for each in strategies)
 
 
 def _sent_by(compression: mpisgd.Compressor | None) -> Paper[Any]:
@@ -99,9 +108,15 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     return ""
 
 
-def _reduces_once(program: Program) -> bool:
-    """Return whether there is one reduction for each step, of all that came since the last reset."""
-    if program.scaler:
+def _reduces_once(program: Program, *, scales: bool) -> bool:
+    """Return whether there is one reduction for each step, of all that came since the last reset.
+
+    Args:
+        program: what is carried out.
+        scales: whether what is reduced may be a power of two times the gradients, if nobody looks at it.
+    """
+    looks = any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
+    if program.scaler and (looks or not scales):
         return False
     passes, has_new, is_reduced = 0, False, False
     for event in program.events:

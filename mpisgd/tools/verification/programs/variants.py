@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mpisgd.tools.verification.programs.contract import sends_in_backward
 from mpisgd.tools.verification.programs.program import (
+    AddGroup,
     Backward,
     Clip,
     Convert,
@@ -18,7 +19,7 @@ from mpisgd.tools.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
-from mpisgd.tools.verification.programs.serial_definition import rounds
+from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, rounds
 from mpisgd.tools.verification.programs.training import SERIAL
 
 __all__ = ["all_at_once", "ranks_agree", "same_bits", "variants"]
@@ -79,7 +80,8 @@ def _changes(program: Program) -> Iterator[tuple[str, Callable[[Program], Progra
     reloads = [event for event in program.events if isinstance(event, Reload)]
     casts = any(isinstance(event, Convert) for event in program.events)
     casts |= any(optimizer.name in CAST_STATE for optimizer in program.optimizers)
-    if not casts and any(not event.ranks for event in reloads) and not _keeps_what_failed(program):
+    keeps = _keeps_what_failed(program) or _divides_otherwise(program)
+    if not casts and any(not event.ranks for event in reloads) and not keeps:
         yield "not interrupted", lambda p: replace(p, events=tuple(_without_reloads(p)))
     if any(event.ranks and not event.forgets for event in reloads):
         yield "forgotten", lambda p: replace(p, events=tuple(_forgetting(p)))
@@ -114,6 +116,11 @@ def _keeps_what_failed(program: Program) -> bool:
             case FailedBackward() if is_new:
                 return True
     return False
+
+
+def _divides_otherwise(program: Program) -> bool:
+    """Return whether a reload changes the shares that are rounded: an added group has its own until then."""
+    return codes_between_hosts(program) and any(isinstance(event, AddGroup) for event in program.events)
 
 
 def _without_reloads(program: Program) -> Iterator[Event]:
