@@ -24,7 +24,7 @@ The parameters of all ranks are then what they must be: `run.x[rank][name]`, whi
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,7 +165,7 @@ class PaperRun:
             between: of the gradients of one rank after they were reduced.
             weight: see `World.weight`.
         """
-        w = self._begin(weight)
+        w = self._begin(weight, {name for grads in g.values() for name in grads})
         mine = {rank: Vec(g.get(rank, {})).only(self.x[rank]) for rank in self.ranks}
         if not self.paper.weighs:
             mine, w = weighted(mine, w.weight), evenly(w)
@@ -216,7 +216,8 @@ class PaperRun:
         for rank in self.ranks:
             self._put(rank, self.x[rank])
 
-    def _begin(self, weight: Mapping[int, float] | None) -> World:
+    def _begin(self, weight: Mapping[int, float] | None, with_grad: Collection[str] = ()) -> World:
+        """Begin a step; `with_grad`: what is frozen, and has a gradient of before, is reduced, too."""
         self.steps += 1
         added = {rank: self._values(rank) for rank in self.ranks}
         if added[self.ranks[0]].keys() != self.x[self.ranks[0]].keys():
@@ -228,7 +229,9 @@ class PaperRun:
             begun = self.paper.start(fresh, self._world())
             self.state = carried_over(self.state, begun, {rank: rank for rank in self.ranks})
         self.follow_dtypes()
-        return self._world(weight)
+        params = self._params[self.ranks[0]]
+        reduced = [name for name in self.x[self.ranks[0]] if params[name].requires_grad or name in with_grad]
+        return self._world(weight, reduced)
 
     def follow_dtypes(self) -> None:
         """Convert what is kept of parameters that the program has converted since the last step."""

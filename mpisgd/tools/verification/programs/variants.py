@@ -119,8 +119,14 @@ def _keeps_what_failed(program: Program) -> bool:
 
 
 def _divides_otherwise(program: Program) -> bool:
-    """Return whether a reload changes the shares that are rounded: an added group has its own until then."""
-    return codes_between_hosts(program) and any(isinstance(event, AddGroup) for event in program.events)
+    """Return whether something else is rounded after a reload.
+
+    A group that is added has shares of its own until then; and the first sparse gradients that new optimizers
+    meet keep those of their bucket from being rounded.
+    """
+    adds = any(isinstance(event, AddGroup) for event in program.events)
+    has_sparse = any("sparse" in layer.kind for layer in program.layers)
+    return codes_between_hosts(program) and (adds or has_sparse)
 
 
 def _without_reloads(program: Program) -> Iterator[Event]:
