@@ -9,7 +9,7 @@ With two ranks, a bucket of w and b, which lie there from the last to the first,
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,7 +36,8 @@ class Place(NamedTuple):
     group: int = 0
 
 
-class Shares(NamedTuple):
+@dataclass(frozen=True)
+class Shares:
     """A `Layout` of the parameters that travel: for each rank its share of all buckets.
 
     Attributes:
@@ -47,7 +48,7 @@ class Shares(NamedTuple):
 
     size: int
     cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES
-    places: Mapping[str, Place] = MappingProxyType({})
+    places: Mapping[str, Place] = field(default_factory=dict)
 
     def __call__(self, x: Vec) -> Layout:
         """Return the pieces in the share of each rank."""

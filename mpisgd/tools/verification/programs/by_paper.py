@@ -50,7 +50,7 @@ def paper_among(program: Program, size: int, place: int = 0) -> Definition:
     definition = paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
     layout, cap_bytes = definition.layout, optimizer.option("bucket_cap_bytes")
     if isinstance(layout, Shares) and cap_bytes:
-        return definition._replace(layout=layout._replace(cap_bytes=int(cap_bytes)))
+        return definition._replace(layout=replace(layout, cap_bytes=int(cap_bytes)))
     if cap_bytes == "1" and layout is bucket_of:
         return definition._replace(layout=_bucket_of_each)
     return definition
@@ -113,7 +113,7 @@ class ByPaper:
     def _new_run(self, part: _Part) -> PaperRun:
         definition = paper_among(self._program, self._num_ranks, part.place)
         if isinstance(definition.layout, Shares):
-            definition = definition._replace(layout=definition.layout._replace(places=part.places))
+            definition = definition._replace(layout=replace(definition.layout, places=part.places))
         return PaperRun(definition, part.params, part.optimizers, hosts=self._hosts)
 
     @property
