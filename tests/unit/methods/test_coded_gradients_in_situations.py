@@ -31,6 +31,7 @@ COMPARED = (
     "clipped",
     "a rank without a backward",
     "scaled, with an overflow",
+    "a backward that fails",
     "frozen and thawed",
     "a group is added",
     "broadcast",

@@ -47,10 +47,12 @@ def why_undefined(program: Program) -> str:
         return why
     if is_local and sent.of_buckets and cap not in ("", "1"):
         return "what is drawn depends on the buckets"
-    if reduces and not is_local and not _reduces_once(program, scales=codes):
+    if reduces and not is_local and not _reduces_once(program, keeps_nothing=codes):
         return "a step with several reductions, or with none"
     if program.exact and sent.chooses:
         return "among equals it chooses whichever it likes"
+    if program.exact and codes and program.is_uneven:
+        return "what is weighted may be as near to one multiple of a scale as to the next"
     regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
     if sent.counts and regroups:
         return "what signs zeros have, and what is drawn, depends on how many reductions a bucket had"
@@ -108,15 +110,16 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     return ""
 
 
-def _reduces_once(program: Program, *, scales: bool) -> bool:
+def _reduces_once(program: Program, *, keeps_nothing: bool) -> bool:
     """Return whether there is one reduction for each step, of all that came since the last reset.
 
     Args:
         program: what is carried out.
-        scales: whether what is reduced may be a power of two times the gradients, if nobody looks at it.
+        keeps_nothing: whether a reduction leaves nothing behind: it may be of a power of two times the
+            gradients, if nobody looks at it, and of some that are reset.
     """
     looks = any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
-    if program.scaler and (looks or not scales):
+    if program.scaler and (looks or not keeps_nothing):
         return False
     passes, has_new, is_reduced = 0, False, False
     for event in program.events:
@@ -134,6 +137,8 @@ def _reduces_once(program: Program, *, scales: bool) -> bool:
                 is_reduced = True
                 if not has_new:
                     return False
+            case events.FailedBackward() if keeps_nothing:
+                passes, has_new, is_reduced = 0, False, False
             case events.ZeroGrad(by_model=True, set_to_none=False) | events.FailedBackward():
                 return False
             case events.SetGradient(exists=False):  # where all are None, a step reduces as after a reset
