@@ -201,3 +201,10 @@ def test_what_is_the_ranks_own_may_be_left_out_where_their_number_changes():
     found = dict(variants(resized))
     assert found["forgotten"].events[3] == Reload(ranks=1, forgets=True)
     assert found["not interrupted"].events[2:4] == (ZeroGrad(), Reload(ranks=1))
+
+
+def test_codes_between_hosts_are_drawn_where_there_are_some():
+    coded = [program for program in map(draw, range(600)) if "gradients=" in repr(program)]
+    assert len(coded) > 5
+    assert all(0 < program.ranks_per_host < program.ranks for program in coded)
+    assert sum(map(has_reference, coded)) > len(coded) / 3
