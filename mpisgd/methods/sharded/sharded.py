@@ -32,6 +32,7 @@ from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.reduction.coded_reduction import check_codable
 from mpisgd.sharding.shared_parameters import check_shareable
 
 __all__ = ["Sharded"]
@@ -174,12 +175,7 @@ class Sharded(Strategy):
                 f"Sharded: gradients={self.gradients} does not go with {type(training.optimizer).__name__}, "
                 "whose step is none of torch's that update each element by itself, such as SGD's or AdamW's"
             )
-        for name, param in training.named:
-            if on_device(param) or param.dtype not in (torch.float32, torch.float64):
-                raise InvalidArgument(
-                    f"Sharded: gradients={self.gradients} does not go with {name}, {param.dtype} on "
-                    f"{param.device}; expected float32 or float64 on the CPU"
-                )
+        check_codable(training.named)
 
     def updates_files(self, training: Training) -> bool:
         """See `Strategy`."""

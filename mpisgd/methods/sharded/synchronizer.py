@@ -31,7 +31,7 @@ from mpisgd.sharding.needed_parts import NeededPart
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.piece_update import PieceUpdate
-from mpisgd.sharding.reduction.coded_reduction import MakeShardCode
+from mpisgd.sharding.reduction.coded_reduction import MakeShardCode, check_codable
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.sharding.reduction.to_owners import ToOwners
 
@@ -357,6 +357,8 @@ class ShardedSynchronizer(Synchronizer):
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Share further parameters, too, and leave those that are shared where they are."""
+        if self._make_code is not None:
+            check_codable(named)
         self.wait()
         super().extend(named)
         self._parameters.extend(named, self.training.optimizer.param_groups)

@@ -13,14 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.code import Code
+from mpisgd.errors import InvalidArgument
+from mpisgd.sharding.divided_parameters import Named
 from mpisgd.sharding.division import PieceRange
 from mpisgd.sharding.owners import Owners, Transfers
 from mpisgd.sharding.reduction.shard_reduction import ShardReduction
 
-__all__ = ["CodedShardReduction", "MakeShardCode"]
+__all__ = ["CodedShardReduction", "MakeShardCode", "check_codable"]
 
 MakeShardCode = Callable[[Sequence[int], torch.dtype], Code]  # of pieces of these lengths
+
+
+def check_codable(named: Named) -> None:
+    """Raise unless there are codes of all parameters.
+
+    Raises:
+        InvalidArgument: names one of which there is none.
+    """
+    for name, param in named:
+        if on_device(param) or param.dtype not in (torch.float32, torch.float64):
+            raise InvalidArgument(
+                f"Sharded: gradients= does not go with {name}, {param.dtype} on {param.device}; expected "
+                "float32 or float64 on the CPU"
+            )
 
 
 class CodedShardReduction(ShardReduction):

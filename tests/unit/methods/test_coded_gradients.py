@@ -200,6 +200,22 @@ def test_what_is_not_verified_is_refused_by_name(case):
         by_mpisgd(replace(FOUR, make=make), **{"strategy": Sharded(gradients=GRADIENTS), **rest})
 
 
+def test_what_has_no_code_cannot_be_added():
+    def train() -> list[dict[str, torch.Tensor]]:
+        params = FOUR.start(mpisgd.rank())
+        optimizer = wrapped(params)
+        half = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        with pytest.raises(mpisgd.InvalidArgument, match=r"does not go with .*, torch\.bfloat16 on cpu"):
+            optimizer.add_param_group({"params": [half]})
+        for term in FOUR.terms(mpisgd.rank(), 0):
+            FOUR.loss(params, mpisgd.rank(), term).backward()
+        optimizer.step()
+        return [{name: param.detach().clone() for name, param in params.items()}]
+
+    plain = replace(FOUR, steps=1, make=sgd)
+    assert_same(on_hosts(train), by_mpisgd(plain, strategy=Sharded(2, gradients=GRADIENTS)), 0.0)
+
+
 def test_what_is_no_block_code_is_refused():
     with pytest.raises(mpisgd.InvalidArgument, match=r"expected None or mpisgd\.compress\.BlockQuantized"):
         Sharded(gradients=mpisgd.Compression.bf16)

@@ -100,13 +100,15 @@ def may_be_refused(program: Program) -> bool:
 
     Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
     optimizer only, or to None. Nobody else may read gradients that are divided. Parameters whose first
-    gradient comes late are refused by 1-bit optimizers, sparse gradients by Adasum, and `join()` by methods
-    that do not go with it.
+    gradient comes late are refused by 1-bit optimizers, sparse gradients by Adasum, `join()` by methods that
+    do not go with it, and 16-bit parameters that are added where gradients travel as codes.
     """
     walk = begin(program)
     for event in program.events:
         _after(walk, event)
     if (program.is_uneven and has_no_join(program)) or _sums_sparse_otherwise(program):
+        return True
+    if _adds_what_has_no_code(program):
         return True
     is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
     return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
@@ -117,6 +119,13 @@ def _sums_sparse_otherwise(program: Program) -> bool:
     if not any("sparse" in layer.kind for layer in program.layers):
         return False
     return any(optimizer.option("op") == "mpisgd.Adasum" for optimizer in program.optimizers)
+
+
+def _adds_what_has_no_code(program: Program) -> bool:
+    """Return whether parameters are added whose sums of gradients cannot travel as codes."""
+    added = [program.layers[event.layer] for event in program.events if isinstance(event, AddGroup)]
+    codes = any("gradients=" in optimizer.option("strategy") for optimizer in program.optimizers)
+    return codes and any(layer.dtype in ("bfloat16", "float16") for layer in added)
 
 
 def _reads_divided(program: Program) -> bool:
