@@ -8,6 +8,7 @@ import pytest
 
 from mpisgd.methods.sharded.paper import CodedGradients
 from mpisgd.tools.verification.method_matrix import Row, rows, try_in
+from mpisgd.tools.verification.programs.execute import has_reference
 from mpisgd.tools.verification.programs.program import Layer, Optimizer
 from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, why_undefined
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
@@ -62,6 +63,14 @@ def test_codes_between_hosts_are_those_of_the_paper(name):
 def test_a_group_that_was_added_is_divided_with_the_others_once_it_was_loaded():
     """What is not interrupted rounds other shares, and is no variant of it."""
     both = [SITUATIONS["a group is added"], SITUATIONS["resumed beside the former"]]
+    for division in BETWEEN_HOSTS:
+        program = replace(coded().program(both, division), seed=0)  # of which variants are run, too
+        assert has_reference(program)
+        assert BACKEND.run(program).kind == "ok"
+
+
+def test_what_is_frozen_is_divided_with_the_others_while_it_has_a_gradient():
+    both = [SITUATIONS["frozen and thawed"], SITUATIONS["gradients kept as zeros"]]
     for division in BETWEEN_HOSTS:
         tried = try_in(coded(), both, 0, BACKEND.run, [division])
         assert (tried.kind, tried.has_reference) == ("ok", True), tried
