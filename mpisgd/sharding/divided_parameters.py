@@ -72,6 +72,8 @@ class DividedParameters:
         work_of: what an update of a parameter as a whole takes, None where that is not known; of an
             elementwise optimizer, those for which it is known are not cut.
         masters_on_host: whether the optimizer updates copies in host memory, of parameters on a device.
+        keeps_masters: whether it updates copies anyway, of what may be written to parameters as something
+            near to them.
         most_bytes: of a piece on a CPU that is no whole parameter.
 
     Attributes:
@@ -97,6 +99,7 @@ class DividedParameters:
         master_dtype: torch.dtype | None = None,
         cuts_alone: bool = False,
         masters_on_host: bool = False,
+        keeps_masters: bool = False,
         work_of: UpdateWork = lambda param, options: None,
         most_bytes: int = sys.maxsize,
     ) -> None:
@@ -104,6 +107,7 @@ class DividedParameters:
         self._group = owners.group
         self._options = groups
         self._masters_on_host = masters_on_host
+        self._keeps_masters = keeps_masters
         self._elementwise = elementwise
         self._joins = joins
         self._master_dtype = master_dtype
@@ -131,8 +135,14 @@ class DividedParameters:
         """Whether the optimizer updates copies; the same on all ranks."""
         return any(map(self._takes_master, (param for _, param in self.named)))
 
+    @property
+    def has_wider_masters(self) -> bool:
+        """Whether copies are where parameters are not, or have more precision; the same on all ranks."""
+        wider = (self._dtype_of_master(param) != param.dtype for _, param in self.named)
+        return self._masters_on_host or any(wider)
+
     def _takes_master(self, param: Tensor) -> bool:
-        return self._masters_on_host or self._dtype_of_master(param) != param.dtype
+        return self._keeps_masters or self._masters_on_host or self._dtype_of_master(param) != param.dtype
 
     def _dtype_of_master(self, param: Tensor) -> torch.dtype:
         master = self._master_dtype
@@ -290,7 +300,8 @@ class DividedParameters:
         target, offloaded = tensor.detach(), self._masters_on_host
         source = on_host(target) if offloaded else target
         master = torch.nn.Parameter(source.to(self._dtype_of_master(param), copy=True))
-        return Piece(master, group, range_.members, layout, target, is_offloaded=offloaded)
+        written = target.clone() if self._keeps_masters else None
+        return Piece(master, group, range_.members, layout, target, is_offloaded=offloaded, written=written)
 
     def _flat(self, range_: PieceRange, memory: ParameterMemory) -> Tensor:
         """Return the memory of a piece that is no whole parameter."""

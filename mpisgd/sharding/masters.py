@@ -40,7 +40,9 @@ class RefreshMasters:
         for piece in pieces:
             if piece.target is None:
                 continue
-            if not piece.target.is_cpu or not piece.target.is_contiguous():
+            if piece.written is not None:
+                _refresh_written(piece, piece.written)
+            elif not piece.target.is_cpu or not piece.target.is_contiguous():
                 _refresh(piece)  # on a device the host does not wait for an answer
             elif piece.target.numel() < SMALL:
                 small[piece.target.dtype].append(piece)
@@ -66,6 +68,16 @@ def _refresh(piece: Piece) -> None:
     bits = BITS[written.itemsize]
     changed = piece.tensor.to(written.dtype).view(bits) != written.view(bits)
     piece.tensor.copy_(torch.where(changed, written.to(piece.tensor.dtype), piece.tensor))
+
+
+def _refresh_written(piece: Piece, written: Tensor) -> None:
+    """Take over what differs from what was written last; the rest may be anything near the master."""
+    assert piece.target is not None
+    bits = BITS[written.itemsize]
+    changed = written.view(bits) != piece.target.view(bits)
+    if changed.any():
+        piece.tensor.copy_(torch.where(changed, piece.target, piece.tensor))
+        written.copy_(piece.target)
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ Partial sums go the other way: a counterpart adds up what the ranks of its host 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,11 +23,13 @@ from mpisgd.interfaces.host_transport import HostMemory
 from mpisgd.memory_ranges import Span, consecutive_spans, range_of
 from mpisgd.transport.messages.link import Parts, Transfer, frames
 
-__all__ = ["Owners", "Rooms", "Transfers"]
+__all__ = ["Owners", "Pack", "Rooms", "Transfers"]
 
 PARTS_UNDER_WAY = 3
 
 Rooms = Sequence[Sequence[Tensor]]  # of each owner
+# Returns what travels of rooms, of the owners that this rank is or represents, and what fills them then.
+Pack = Callable[[Rooms], tuple[Rooms, Callable[[], None]]]
 
 
 class Transfers:
@@ -135,19 +137,25 @@ class Owners:
         """
         self.exchange_in_turn([[[in_order(t) for t in of_one] for of_one in rooms]], one_copy=one_copy)
 
-    def exchange_in_turn(self, parts: Iterable[Rooms], *, one_copy: bool = False) -> None:
+    def exchange_in_turn(
+        self, parts: Iterable[Rooms], *, one_copy: bool = False, pack: Pack | None = None
+    ) -> None:
         """Do the same for several parts: messages of the next ones travel while one goes round the host.
 
         Args:
             parts: of tensors [n], which are not looked at any further. Each is asked for when those before
                 it are on their way.
             one_copy: see `exchange`.
+            pack: what travels between hosts instead of the tensors; None: they do.
         """
         with Transfers() as transfers:
-            under_way: deque[tuple[Rooms, Transfer | None]] = deque()
+            under_way: deque[tuple[Rooms, Transfer | None, Callable[[], None]]] = deque()
             for flats in parts:
-                begun = None if len(self.nodes) == 1 else transfers.note(self._begin_between_hosts(flats))
-                under_way.append((flats, begun))
+                begun, unpack = None, _nothing
+                if len(self.nodes) > 1:
+                    packed, unpack = (flats, _nothing) if pack is None else pack(flats)
+                    begun = transfers.note(self._begin_between_hosts(packed))
+                under_way.append((flats, begun, unpack))
                 if len(under_way) == PARTS_UNDER_WAY:
                     self._arrive(*under_way.popleft(), one_copy=one_copy)
             while under_way:
@@ -155,9 +163,12 @@ class Owners:
         if one_copy and self.memory is not None:
             self.memory.barrier()
 
-    def _arrive(self, flats: Rooms, transfer: Transfer | None, *, one_copy: bool) -> None:
+    def _arrive(
+        self, flats: Rooms, transfer: Transfer | None, unpack: Callable[[], None], *, one_copy: bool
+    ) -> None:
         if transfer is not None:
             transfer.wait()
+        unpack()
         if self.memory is not None and len(self.here) > 1 and not one_copy:
             self._exchange_here(flats, self.memory)
 
@@ -185,6 +196,10 @@ class Owners:
         ]
         takes = [span for local, stream in enumerate(streams) if local != memory.rank for span in stream]
         memory.run_steps(memory.exchange_spans(streams[memory.rank], takes, max(map(_length, streams))))
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _length(stream: Sequence[Span]) -> int:

@@ -27,6 +27,7 @@ from mpisgd.sharding.owners import Owners
 
 __all__ = [
     "MASTER",
+    "WRITTEN",
     "Entries",
     "Piece",
     "PieceState",
@@ -38,6 +39,7 @@ __all__ = [
 
 Entries = Mapping[str, Any]  # the state of one tensor
 
+WRITTEN = "written"  # and the one that is the parameter as it was written last, see `Piece`
 MASTER = "master"  # the entry that is the parameter itself, in the precision in which it is updated
 
 MOST_NAMED = 3  # members in the name of a piece
@@ -76,6 +78,8 @@ class Piece:
         layout: how the gradient lies in memory where `tensor` has a parameter's shape, None for a flat piece.
         target: the parameter's memory, where `tensor` is a master.
         is_offloaded: whether the master is in host memory, and the parameter on a device.
+        written: what `target` was when it was written last, where that is something else than the rounded
+            master: what others have of it, which travels as codes. None: it is the rounded master.
         grad: the reduced gradient, [numel] in the order of memory, or sparse, where there is one.
     """
 
@@ -88,7 +92,9 @@ class Piece:
         target: Tensor | None = None,
         *,
         is_offloaded: bool = False,
+        written: Tensor | None = None,
     ) -> None:
+        self.written = written
         self.tensor = tensor
         self.group = group
         self.members = tuple(members)
@@ -120,6 +126,12 @@ class Piece:
             grad = grad.as_strided(*self.layout, grad.storage_offset())
         self.tensor.grad = None if grad is None else grad.to(self.tensor.device, self.tensor.dtype)
 
+    def note_written(self) -> None:
+        """Note that the parameter is what others have, and not what the program has written."""
+        if self.written is not None:
+            assert self.target is not None
+            self.written.copy_(self.target)
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the master to the parameters, where there is one."""
@@ -141,7 +153,10 @@ class Piece:
         tensor = torch.nn.Parameter(self.tensor.detach()[begin:end])
         target = None if self.target is None else self.target[begin:end]
         moved = [member._replace(at=member.at - begin) for member in members]
-        part = Piece(tensor, self.group, moved, target=target, is_offloaded=self.is_offloaded)
+        written = None if self.written is None else self.written[begin:end]
+        part = Piece(
+            tensor, self.group, moved, target=target, is_offloaded=self.is_offloaded, written=written
+        )
         part.grad = None if self.grad is None else self.grad[begin:end]
         return part
 
@@ -149,6 +164,8 @@ class Piece:
 
     def with_master(self, entries: Entries) -> Entries:
         """Return the state of this piece with its master, where that says more than the parameter."""
+        if self.written is not None:
+            return {**entries, MASTER: self.tensor.detach(), WRITTEN: self.written}
         if self.target is None or self.target.dtype == self.tensor.dtype:
             return entries
         return {**entries, MASTER: self.tensor.detach()}
@@ -160,6 +177,9 @@ class Piece:
         master = entries.pop(MASTER, None)
         if master is not None:
             self.tensor.detach().copy_(master)
+        written = None if self.written is None else entries.pop(WRITTEN, None)
+        if self.written is not None and written is not None:
+            self.written.copy_(written)
         shape, dtype = self.tensor.shape, self.tensor.dtype
         return {
             key: value.to(self.tensor.device, dtype)

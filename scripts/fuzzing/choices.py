@@ -54,9 +54,15 @@ def _sharded() -> tuple[str, ...]:
 
 def _coded() -> tuple[str, ...]:
     """Codes of what hosts send each other, with blocks shorter than parameters, and with longer ones."""
-    return tuple(
-        f"gradients={text_of(mpisgd.compress.BlockQuantized(bits=bits, block=block))}"
+    texts = [
+        text_of(mpisgd.compress.BlockQuantized(bits=bits, block=block))
         for bits, block in ((4, 5), (4, 256), (8, 64), (2, 9), (3, 30))
+    ]
+    parameters = text_of(mpisgd.compress.BlockQuantized(bits=8, block=20))
+    return (
+        *(f"gradients={text}" for text in texts),
+        *(f"gradients={text}, parameters={parameters}" for text in texts[:3]),
+        f"parameters={parameters}",
     )
 
 

@@ -93,8 +93,28 @@ def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]
     if world.shares and world.hosts == 1:  # the parameters are there for all
         return
     yield Check()
-    yield Collective("all_gather", sizes.nbytes)
+    if method.parameters is not None and world.hosts > 1:
+        yield from _coded_parameters(method.parameters, sizes, world)
+    else:
+        yield Collective("all_gather", sizes.nbytes)
     yield Wait()
+
+
+def _coded_parameters(parameters: BlockQuantized, sizes: Sizes, world: World) -> Iterator[Op]:
+    """Yield what becomes of updated parameters: codes between hosts, and what they stand for on each host."""
+    nbytes = sum(coded_bytes(parameters, bucket, world.size) for bucket in sizes.buckets)
+    others, numel = (world.hosts - 1) / world.size, sum(bucket.numel for bucket in sizes.buckets)
+    yield Compute(
+        "compress",
+        elements=math.ceil((others + 1 / world.size) * numel),
+        arrived_bytes=others * nbytes,
+        num_collectives=1,
+        by=parameters,
+        element_s=parameters.coding().element_s,
+    )
+    yield Collective("all_gather", nbytes, LEADERS)
+    if world.ranks_per_host > 1 and not world.shares:
+        yield Collective("all_gather", sizes.nbytes, HOST)
 
 
 def _coded(gradients: BlockQuantized, bucket: Bucket, world: World) -> Iterator[Op]:
@@ -138,6 +158,8 @@ def cycle(method: Sharded, world: World) -> Cycle:
 def _states(method: Sharded, sizes: Sizes) -> tuple[list[int], list[int]]:
     """Return the bytes of each parameter's state, and those of its copy in a higher precision."""
     dtype = method.master_dtype
+    if method.parameters is not None:  # masters, and what was written last
+        return [each.state_bytes for each in sizes.parameters], [2 * each.nbytes for each in sizes.parameters]
     if dtype is None or dtype.itemsize <= sizes.itemsize:
         return [each.state_bytes for each in sizes.parameters], [0 for _ in sizes.parameters]
     wider = dtype.itemsize // sizes.itemsize

@@ -17,7 +17,12 @@ __all__ = ["divide_parameters"]
 
 
 def divide_parameters(
-    training: Training, stage: int, master_dtype: torch.dtype | None, offload: Offload | None
+    training: Training,
+    stage: int,
+    master_dtype: torch.dtype | None,
+    offload: Offload | None,
+    *,
+    keeps_masters: bool = False,
 ) -> DividedParameters:
     """Divide the parameters of an optimizer among the ranks, or those of each host. Collective.
 
@@ -26,6 +31,7 @@ def divide_parameters(
         stage: see `Sharded`, as for the rest; 0: the ranks of each host divide everything.
         master_dtype: of the copies that the optimizer updates.
         offload: where the state is.
+        keeps_masters: see `DividedParameters`.
     """
     optimizer = training.optimizer
     kind = SharedParameters if training.share_parameters or not stage else DividedParameters
@@ -41,6 +47,7 @@ def divide_parameters(
         master_dtype=master_dtype,
         cuts_alone=offload is not None,
         masters_on_host=offload is not None and any(on_device(p) for _, p in training.named[:1]),
+        keeps_masters=keeps_masters,
         most_bytes=sys.maxsize if offload is None else offload.chunk_bytes,
     )
 

@@ -20,7 +20,7 @@ from mpisgd.sharding.offload.disk_speed import blocks_of
 from mpisgd.sharding.offload.error_agreement import raised_on_every_rank
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
-from mpisgd.sharding.piece import MASTER, Entries, Pieces
+from mpisgd.sharding.piece import MASTER, WRITTEN, Entries, Pieces
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.places import StatePlace
 
@@ -130,6 +130,7 @@ class OptimizerState:
         if self.is_whole:
             return make()
         params = of_pieces.params
+        wholes = {index: _without_same(whole, params[index]) for index, whole in wholes.items()}
         wholes = {index: whole for index, whole in wholes.items() if _says_more(whole, params[index])}
         with of_pieces.shown_in(state, wholes):
             return make()
@@ -180,6 +181,14 @@ class OptimizerState:
             self.take_over()
         if not self._is_with_pieces:
             self.of_pieces.place(state)
+
+
+def _without_same(entries: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return the state of a parameter without a master that is no more precise, and equal to it."""
+    master = entries.get(MASTER)
+    if master is None or master.dtype != param.dtype or not torch.equal(master, param.detach()):
+        return entries
+    return {key: value for key, value in entries.items() if key not in (MASTER, WRITTEN)}
 
 
 def _says_more(entries: Entries, param: Tensor) -> bool:

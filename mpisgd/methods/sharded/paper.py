@@ -1,12 +1,14 @@
-"""Gradients as whole numbers of a scale for each block, between hosts alone.
+"""Gradients, and parameters, as whole numbers of a scale for each block, between hosts alone.
 
-Wang et al. 2023, "ZeRO++", section 3.3 (qgZ), whose first hop, on a host, is exact here. Each of p ranks
-owns a chunk of all elements; S_j is the sum of g_i of the ranks of host j. For the chunk of a rank of host k:
+Wang et al. 2023, "ZeRO++", sections 3.1 (qwZ) and 3.3 (qgZ), whose first hop, on a host, is exact here. Each
+of p ranks owns a chunk of all elements; S_j is the sum of g_i of the ranks of host j. For the chunk of a rank
+of host k:
 
     g <- (S_k + sum over the other hosts j of Q(S_j)) / p     in the order of the hosts
+    y <- y - u(g),  x <- Q(y)                                 u: the update of the optimizer; one host: x <- y
     Q(v) = s round(v / s),  s = max |v| / L                   of each block of B elements of a parameter in it
 
-With `sums` g is not divided by p.
+With `sums` g is not divided by p. L and B of gradients and of parameters are two pairs of numbers.
 """
 
 from dataclasses import dataclass
@@ -14,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from mpisgd.methods.compression_kit import in_blocks
-from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, everyone, filled, weighted
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, everyone, filled, weighted
 
-__all__ = ["CodedGradients"]
+__all__ = ["CodedGradients", "CodedParameters", "Masters"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class CodedGradients(Paper[None]):
     of_chunks = of_buckets = of_memory = True
     weighs = True
 
-    L: int
-    B: int
+    L: int = 0  # 0: they travel as they are
+    B: int = 0
     sums: bool = False
 
     def reduce(self, s: None, g: Vecs, w: World) -> tuple[None, Vecs]:
@@ -45,4 +47,40 @@ class CodedGradients(Paper[None]):
 
     def of_host(self, v: torch.Tensor, is_owners: bool) -> torch.Tensor:
         """Return what the owner adds up of the sum of a host."""
-        return v if is_owners else in_blocks(v, self.L, self.B)
+        return v if is_owners or not self.L else in_blocks(v, self.L, self.B)
+
+
+@dataclass(frozen=True)
+class Masters:
+    """y, which owners update."""
+
+    y: Vec = alike(begin="copy")
+
+
+@dataclass(frozen=True)
+class CodedParameters(Paper[Masters]):
+    """`gradients` says what becomes of these; it keeps nothing."""
+
+    keeps = Masters
+    of_chunks = of_buckets = of_memory = True
+    weighs = True
+
+    gradients: Paper[None]
+    L: int
+    B: int
+
+    def reduce(self, s: Masters, g: Vecs, w: World) -> tuple[Masters, Vecs]:
+        return s, self.gradients.reduce(None, g, w)[1]
+
+    def update(self, s: Masters, x: Vecs, g: Vecs, w: World) -> tuple[Masters, Vecs]:
+        i = w.ranks[0]
+        y = s.y | {j: w.optimizer(j, s.y.only(x[j]), g[j]) for j in w.ranks}[i].only(g[i])
+        return Masters(y), {j: x[j] | self.Q(y.only(g[i]), w) for j in w.ranks}
+
+    def Q(self, y: Vec, w: World) -> Vec:
+        """Return what all ranks get of the owners' chunks."""
+        out = y.each(lambda tensor: tensor.clone().flatten())
+        for piece in (piece for chunk in w.layout for piece in chunk if piece.name in y):
+            if len(w.hosts) > 1:
+                out[piece.name][piece.begin : piece.end] = in_blocks(piece.of(y), self.L, self.B)
+        return Vec({name: out[name].view(y[name].shape) for name in y})

@@ -14,6 +14,7 @@ from mpisgd.gradients.bucketing import join_buckets
 from mpisgd.methods.sharded.forward_overlap import ForwardOverlap
 from mpisgd.sharding.device_parts import DeviceParts, PartsWork
 from mpisgd.sharding.divided_parameters import DividedParameters
+from mpisgd.sharding.owners import Pack
 
 __all__ = ["Publication"]
 
@@ -41,6 +42,8 @@ class Publication:
         self._parts: dict[Any, list[Sequence[int]]] = {}
         self._rooms: dict[Any, list[list[list[Tensor]]]] = {}
         self._known_ranges: Any = None  # those of `_parts` and `_rooms`
+
+    _pack: Pack | None = None  # of what travels between hosts
 
     def publish(self, updated: Sequence[bool], *, in_background: bool = False) -> None:
         """Return when all ranks have all parameters as their owners have updated them. Collective.
@@ -94,14 +97,18 @@ class Publication:
         return self._parts[key]
 
     def _find_parts(self, cap_bytes: int) -> list[Sequence[int]]:
-        buckets = self._parameters.buckets
-        inside = {index for bucket in buckets for index in bucket}
-        rest = [index for index in range(len(self._updated)) if index not in inside]
-        parts = [[i for i in bucket if self._updated[i]] for bucket in (rest, *reversed(buckets))]
+        parts = self._by_bucket()
         sizes = [sum(self._parameters.named[i][1].nbytes for i in part) for part in parts]
         joined = join_buckets(sizes, cap_bytes)
         together = [tuple(index for place in places for index in parts[place]) for places in joined]
         return [part for part in together if part]
+
+    def _by_bucket(self) -> list[list[int]]:
+        """Return what was updated of no bucket, and of each, in the order of forward."""
+        buckets = self._parameters.buckets
+        inside = {index for bucket in buckets for index in bucket}
+        rest = [index for index in range(len(self._updated)) if index not in inside]
+        return [[i for i in bucket if self._updated[i]] for bucket in (rest, *reversed(buckets))]
 
     def _forget_if_divided_anew(self) -> None:
         known = max(len(self._parts), len(self._rooms))
@@ -123,7 +130,7 @@ class Publication:
         rooms = self._rooms_of(parts)
         return self._group.queue.run(
             Operation("shards of parameters", extra=f"{what} of updated {self._which}"),
-            lambda: owners.exchange_in_turn(rooms, one_copy=one_copy),
+            lambda: owners.exchange_in_turn(rooms, one_copy=one_copy, pack=self._pack),
             async_op=async_op,
         )
 

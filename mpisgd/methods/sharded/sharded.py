@@ -55,6 +55,7 @@ CODED = replace(
     of="Sharded(gradients=)",
     compression=Compressions("no", (needs_none,)),
 )
+CODED_PARAMETERS = replace(CODED, of="Sharded(parameters=)")
 IN_FILES = replace(
     SHARDED,
     compression=Compressions("no", (needs_none,)),
@@ -96,9 +97,13 @@ class Sharded(Strategy):
             is coded. A rank without shared memory counts as a host. What is left out is lost; parameters
             travel as they are. Needs one of torch's elementwise optimizers, see `elementwise` of
             `DistributedOptimizer`, and parameters on the CPU. None: as they are.
+        parameters: how updated parameters travel from one host to another, such as
+            `mpisgd.compress.BlockQuantized(bits=8)`. All ranks have what the codes stand for; each keeps its
+            shard exact, too, and updates that. On one host nothing is coded. None: as they are.
+        secondary: None; see `share_parameters` of `DistributedOptimizer`, with which a host has one copy.
 
     Source: ZeRO, Rajbhandari and others 2020; ZeRO-Offload and ZeRO-Infinity, 2021; ZeRO++, Wang and others
-        2023, section 3.3 (qgZ), of which the hop on a host is exact here.
+        2023, sections 3.1 (qwZ) and 3.3 (qgZ), of which the hop on a host is exact here.
     """
 
     stage: int = 1
@@ -106,6 +111,8 @@ class Sharded(Strategy):
     master_dtype: torch.dtype | None = None
     offload: Offload | None = None
     gradients: BlockQuantized | None = None
+    parameters: BlockQuantized | None = None
+    secondary: None = None
 
     @classmethod
     def examples(cls) -> Sequence["Sharded"]:
@@ -115,6 +122,7 @@ class Sharded(Strategy):
             cls(stage=2),
             cls(stage=1, overlap_forward=True),
             cls(stage=2, gradients=BlockQuantized()),
+            cls(stage=2, gradients=BlockQuantized(), parameters=BlockQuantized(bits=8)),
         )
 
     def __post_init__(self) -> None:
@@ -132,22 +140,33 @@ class Sharded(Strategy):
                 f"Sharded: offload={shown(self.offload)}; expected None or mpisgd.Offload(folder)"
             )
 
-        if self.gradients is not None:
-            self._check_gradients(self.gradients)
-
-    def _check_gradients(self, gradients: Any) -> None:
-        if not isinstance(gradients, BlockQuantized):
+        for coded in ("gradients", "parameters"):
+            if getattr(self, coded) is not None:
+                self._check_code(coded, getattr(self, coded))
+        if self.secondary is not None:
             raise InvalidArgument(
-                f"Sharded: gradients={shown(gradients)}; expected None or mpisgd.compress.BlockQuantized()"
+                f"Sharded: secondary={shown(self.secondary)}: a second partition serves those who gather "
+                "parameters again in backward, which nobody does here; a host keeps one copy of them with "
+                "DistributedOptimizer(share_parameters=True)"
             )
-        if gradients.error_feedback:
+
+    def _check_code(self, which: str, code: Any) -> None:
+        if not isinstance(code, BlockQuantized):
             raise InvalidArgument(
-                "Sharded: gradients=BlockQuantized(error_feedback=True): what sums of hosts leave out is not "
-                "kept; leave out error_feedback"
+                f"Sharded: {which}={shown(code)}; expected None or mpisgd.compress.BlockQuantized()"
+            )
+        if code.error_feedback:
+            why = {
+                "gradients": "what sums of hosts leave out is not kept",
+                "parameters": "owners have what codes leave out anyway",
+            }
+            raise InvalidArgument(
+                f"Sharded: {which}=BlockQuantized(error_feedback=True): {why[which]}; leave out "
+                "error_feedback"
             )
         for name in ("offload", "master_dtype", "overlap_forward"):
             if value := getattr(self, name):
-                raise InvalidArgument(f"Sharded: gradients={gradients} does not go with {name}={value}")
+                raise InvalidArgument(f"Sharded: {which}={code} does not go with {name}={value}")
 
     @property
     def goes_with(self) -> GoesWith:
@@ -155,24 +174,32 @@ class Sharded(Strategy):
         in_files = self.offload is not None and "parameters" in self.offload.parts
         if in_files:
             return IN_FILES
-        return SHARDED if self.gradients is None else CODED
+        if not self._is_coded:
+            return SHARDED
+        return CODED if self.gradients is not None else CODED_PARAMETERS
+
+    @property
+    def _is_coded(self) -> bool:
+        return self.gradients is not None or self.parameters is not None
 
     def check(self, training: Training) -> None:
         """Raise if the parameters cannot be divided, or not be updated in parts."""
         super().check(training)
         if self.offload is not None:
             self._check_offload(training, self.offload)
-        if self.gradients is not None:
+        if self._is_coded:
             self._check_coded(training)
         if self._streamed(training) is None:
             (check_shareable if training.share_parameters else check_divisible)(training.named)
             check_elementwise(training)
 
     def _check_coded(self, training: Training) -> None:
-        """Raise where gradients would have to be coded that cannot be."""
+        """Raise where something would have to be coded that cannot be."""
+        codes = {"gradients": self.gradients, "parameters": self.parameters}
+        said = ", ".join(f"{name}={code}" for name, code in codes.items() if code is not None)
         if not is_known_elementwise(training.optimizer):
             raise InvalidArgument(
-                f"Sharded: gradients={self.gradients} does not go with {type(training.optimizer).__name__}, "
+                f"Sharded: {said} does not go with {type(training.optimizer).__name__}, "
                 "whose step is none of torch's that update each element by itself, such as SGD's or AdamW's"
             )
         check_codable(training.named)
@@ -230,10 +257,13 @@ class Sharded(Strategy):
             overlap_forward=self.overlap_forward,
             offload=self.offload,
             make_code=None if self.gradients is None else self.gradients.code_of,
+            make_parameter_code=None if self.parameters is None else self.parameters.code_of,
         )
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
         """See `Strategy`. What is coded depends on the shards: see `mpisgd.tools.verification.papers`."""
-        if self.gradients is None or size == 1:
-            return None
-        return paper.CodedGradients(L=self.gradients.largest, B=self.gradients.block)
+        of_g, of_y = self.gradients, self.parameters
+        g = paper.CodedGradients() if of_g is None else paper.CodedGradients(of_g.largest, of_g.block)
+        if of_y is not None:
+            return paper.CodedParameters(g, of_y.largest, of_y.block)
+        return None if of_g is None or size == 1 else g

@@ -16,6 +16,7 @@ from mpisgd.core.uneven_data import acting
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.methods.sharded.coded_publication import CodedPublication
 from mpisgd.methods.sharded.divide_parameters import divide_parameters
 from mpisgd.methods.sharded.forward_overlap import ForwardOverlap
 from mpisgd.methods.sharded.optimizer_state import OptimizerState
@@ -52,6 +53,7 @@ class ShardedSynchronizer(Synchronizer):
         stage: see `Sharded`, as for `master_dtype`, `overlap_forward` and `offload`; 0: every host updates
             everything, and its ranks divide that among themselves.
         make_code: of the sums of gradients that travel between hosts; None: they travel as they are.
+        make_parameter_code: of parameters that travel between hosts, likewise.
     """
 
     gathers_state = True
@@ -66,9 +68,10 @@ class ShardedSynchronizer(Synchronizer):
         overlap_forward: bool = False,
         offload: Offload | None = None,
         make_code: MakeShardCode | None = None,
+        make_parameter_code: MakeShardCode | None = None,
     ) -> None:
         super().__init__(training)
-        self._make_code = make_code
+        self._make_code, self._make_parameter_code = make_code, make_parameter_code
         self._stage, self._master_dtype, self._offload = stage, master_dtype, offload
         self.commits_shards = stage > 0
         self.state = KeptByCompressors()
@@ -81,10 +84,16 @@ class ShardedSynchronizer(Synchronizer):
     def open(self) -> None:
         """Divide the parameters, as they are now, and make what works on the pieces. Collective."""
         training, offload = self.training, self._offload
-        self._parameters = divide_parameters(training, self._stage, self._master_dtype, offload)
+        make_code = self._make_parameter_code
+        self._parameters = divide_parameters(
+            training, self._stage, self._master_dtype, offload, keeps_masters=make_code is not None
+        )
         self._optimizer_state = OptimizerState(training, self._parameters, offload, self._hidden)
         cap_bytes = training.options.bucket_cap_bytes
-        self._publication = Publication(self._parameters, cap_bytes, self._overlap)
+        if make_code is None:
+            self._publication: Publication = Publication(self._parameters, cap_bytes, self._overlap)
+        else:
+            self._publication = CodedPublication(self._parameters, cap_bytes, make_code)
         self._destination = ToOwners(
             self._parameters,
             self._optimizer_state.of_pieces,
@@ -319,7 +328,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
-        if self._parameters.has_masters:  # torch has cast what they keep to the parameters' precision
+        if self._parameters.has_wider_masters:  # torch has cast what they keep to the parameters' precision
             params = [param for _, param in self.training.named]
             for index, entries in state_dict["state"].items():
                 if isinstance(index, int):
@@ -357,7 +366,7 @@ class ShardedSynchronizer(Synchronizer):
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Share further parameters, too, and leave those that are shared where they are."""
-        if self._make_code is not None:
+        if self._make_code is not None or self._make_parameter_code is not None:
             check_codable(named)
         self.wait()
         super().extend(named)

@@ -35,8 +35,8 @@ def check_codable(named: Named) -> None:
     for name, param in named:
         if on_device(param) or param.dtype not in (torch.float32, torch.float64):
             raise InvalidArgument(
-                f"Sharded: gradients= does not go with {name}, {param.dtype} on {param.device}; expected "
-                "float32 or float64 on the CPU"
+                f"Sharded: codes between hosts do not go with {name}, {param.dtype} on {param.device}; "
+                "expected float32 or float64 on the CPU"
             )
 
 

@@ -22,6 +22,7 @@ from mpisgd.tools.verification.programs.contract import violation
 from mpisgd.tools.verification.programs.execute import has_reference
 from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import Optimizer, Program
+from mpisgd.tools.verification.programs.serial_definition import has_codes
 from mpisgd.tools.verification.situations import Situation, compose, plain_program
 
 __all__ = [
@@ -119,8 +120,8 @@ def rows() -> Iterator[Row]:
         if compressor != mpisgd.Compression.none:
             options.append(("compression", text_of(compressor)))
         name = ", ".join(text for _, text in options) or "mpisgd.Synchronous()"
-        codes = isinstance(strategy, mpisgd.Sharded) and strategy.gradients is not None
-        exact = strategy.goes_with.op.goes and isinstance(compressor, Cast) and not codes
+        is_exact = strategy.goes_with.op.goes and isinstance(compressor, Cast)
+        exact = is_exact and not has_codes(strategy)
         settings = MOMENTUM[:1] if has_momentum(compressor) else MOMENTUM  # one of both has it
         row = Row(name.replace("mpisgd.", ""), Optimizer("SGD", settings, (), tuple(options)), exact)
         yield row if _is_defined(row) else _per_parameter(row)

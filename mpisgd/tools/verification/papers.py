@@ -18,7 +18,7 @@ from mpisgd.methods.gossip.d_psgd.paper import DPSGD
 from mpisgd.methods.gossip.push_sum.paper import PushSum
 from mpisgd.methods.natural.paper import Natural
 from mpisgd.methods.paper_kit import Slice, Vec
-from mpisgd.methods.sharded.paper import CodedGradients
+from mpisgd.methods.sharded.paper import CodedGradients, CodedParameters
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.draws import BucketDraws, Layout
 from mpisgd.tools.verification.paper_run import Definition
@@ -59,12 +59,18 @@ def paper_of(
         if op == ReduceOp.SUM:
             return Definition(Synchronous(sums=True))
         return Definition(op.paper()) if isinstance(op, AdaptiveSum) else wire
-    if isinstance(paper, CodedGradients) and op in (ReduceOp.AVG, ReduceOp.SUM):
-        return Definition(replace(paper, sums=op == ReduceOp.SUM), layout=Shares(size))
+    if isinstance(paper, CodedGradients | CodedParameters) and op in (ReduceOp.AVG, ReduceOp.SUM):
+        return Definition(_with_op(paper, op), layout=Shares(size))
     if op != ReduceOp.AVG or (chosen != Compression.none and isinstance(paper, MIXES_WHOLE)):
         raise InvalidArgument(f"there is no paper of {strategy} with {chosen} and op={shown(op)}")
     layout = _in_order if isinstance(paper, (*MIXES_WHOLE, Choco)) else wire.layout
     return Definition(paper, wire.paper, layout, wire.draw)
+
+
+def _with_op(paper: Any, op: ReduceOp) -> Any:
+    if isinstance(paper, CodedParameters):
+        return replace(paper, gradients=_with_op(paper.gradients, op))
+    return replace(paper, sums=op == ReduceOp.SUM)
 
 
 def _compressor(chosen: Compressor, size: int) -> Definition:

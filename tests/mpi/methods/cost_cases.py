@@ -243,7 +243,7 @@ def placements(folder: str) -> Iterator[MethodCase]:
     for strategy in (each for kind in catalogue.strategies() for each in kind.examples()):
         if strategy.goes_with.share_parameters.goes:
             yield MethodCase(strategy, NONE, shares=True)
-        if getattr(strategy, "gradients", None) is not None:
+        if isinstance(strategy, mpisgd.Sharded) and (strategy.gradients or strategy.parameters):
             continue  # refused with either
         if "offload" in inspect.signature(type(strategy)).parameters:
             for what in ("optimizer", "optimizer,parameters"):

@@ -205,7 +205,7 @@ def test_what_has_no_code_cannot_be_added():
         params = FOUR.start(mpisgd.rank())
         optimizer = wrapped(params)
         half = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        with pytest.raises(mpisgd.InvalidArgument, match=r"does not go with .*, torch\.bfloat16 on cpu"):
+        with pytest.raises(mpisgd.InvalidArgument, match=r"do not go with .*, torch\.bfloat16 on cpu"):
             optimizer.add_param_group({"params": [half]})
         for term in FOUR.terms(mpisgd.rank(), 0):
             FOUR.loss(params, mpisgd.rank(), term).backward()

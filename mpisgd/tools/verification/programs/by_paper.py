@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from mpisgd.method_state import OWNER
 from mpisgd.methods.paper_kit import Slice, Vec
+from mpisgd.methods.sharded.paper import Masters
+from mpisgd.sharding.piece import MASTER, WRITTEN
 from mpisgd.tools.verification.draws import Layout
 from mpisgd.tools.verification.paper_run import Definition, PaperRun, Saved, bucket_of, carried_over
 from mpisgd.tools.verification.papers import paper_of
@@ -72,10 +74,12 @@ class Member(NamedTuple):
     Attributes:
         training: of this rank.
         takes_part: see `Training`.
+        masters: of its optimizers, what they update instead of parameters, by the places of these.
     """
 
     training: Training
     takes_part: bool
+    masters: Sequence[Mapping[int, Tensor]] = ()
 
     @property
     def model(self) -> Model:
@@ -84,7 +88,14 @@ class Member(NamedTuple):
 
     def states(self) -> list[dict[str, Any]]:
         """See `Training`."""
-        return self.training.states() if self.takes_part else []
+        states = self.training.states() if self.takes_part else []
+        for place, (state, masters) in enumerate(zip(states, self.masters, strict=False)):
+            params = self.training.params_of(place)
+            for index, master in masters.items():
+                if not torch.equal(master, params[index]):
+                    written = params[index].detach().clone()
+                    state["state"].setdefault(index, {}).update({MASTER: master, WRITTEN: written})
+        return states
 
 
 class ByPaper:
@@ -133,7 +144,18 @@ class ByPaper:
     @property
     def members(self) -> Sequence[Member]:
         """See `Training`: one for each rank."""
-        return [Member(each, rank < self._num_ranks) for rank, each in enumerate(self._all)]
+        masters = self.masters
+        return [Member(each, rank < self._num_ranks, masters) for rank, each in enumerate(self._all)]
+
+    @property
+    def masters(self) -> list[dict[int, Tensor]]:
+        """What each optimizer updates instead of parameters."""
+        found = []
+        for part, run in zip(self._parts, self._runs, strict=True):
+            names = next(iter(part.params.values()))
+            masters = run.state.y if isinstance(run.state, Masters) else {}
+            found.append({place: masters[name] for place, name in enumerate(names) if name in masters})
+        return found
 
     def do(self, event: Event) -> None:
         """See `Training`."""

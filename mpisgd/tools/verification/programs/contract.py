@@ -124,7 +124,7 @@ def _sums_sparse_otherwise(program: Program) -> bool:
 def _adds_what_has_no_code(program: Program) -> bool:
     """Return whether parameters are added whose sums of gradients cannot travel as codes."""
     added = [program.layers[event.layer] for event in program.events if isinstance(event, AddGroup)]
-    codes = any("gradients=" in optimizer.option("strategy") for optimizer in program.optimizers)
+    codes = any("BlockQuantized" in optimizer.option("strategy") for optimizer in program.optimizers)
     return codes and any(layer.dtype in ("bfloat16", "float16") for layer in added)
 
 

@@ -13,7 +13,7 @@ from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
 from mpisgd.tools.verification.programs.program import Program
 
-__all__ = ["codes_between_hosts", "definition_of", "rounds", "why_undefined"]
+__all__ = ["codes_between_hosts", "definition_of", "has_codes", "rounds", "why_undefined"]
 
 
 def definition_of(program: Program) -> type[ByPaper] | None:
@@ -47,7 +47,8 @@ def why_undefined(program: Program) -> str:
         return why
     if is_local and sent.of_buckets and cap not in ("", "1"):
         return "what is drawn depends on the buckets"
-    if reduces and not is_local and not _reduces_once(program, keeps_nothing=codes):
+    keeps_nothing = codes and strategy.parameters is None
+    if reduces and not is_local and not _reduces_once(program, keeps_nothing=keeps_nothing):
         return "a step with several reductions, or with none"
     if program.exact and sent.chooses:
         return "among equals it chooses whichever it likes"
@@ -80,7 +81,14 @@ def codes_between_hosts(program: Program) -> bool:
     if not 0 < program.ranks_per_host < program.ranks:
         return False
     strategies = [optimizer.strategy for optimizer in program.optimizers]
-    return any(isinstance(each, mpisgd.Sharded) and each.gradients is not None for each in strategies)
+    return any(map(has_codes, strategies))
+
+
+def has_codes(strategy: mpisgd.Strategy) -> bool:
+    """Return whether what a strategy sends between hosts is rounded."""
+    if not isinstance(strategy, mpisgd.Sharded):
+        return False
+    return strategy.gradients is not None or strategy.parameters is not None
 
 
 def _sent_by(compression: mpisgd.Compressor | None) -> Paper[Any]:

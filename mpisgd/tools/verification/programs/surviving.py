@@ -10,6 +10,7 @@ from torch import nn
 import mpisgd
 from mpisgd import elastic
 from mpisgd.job.threads_as_ranks import lose_ranks
+from mpisgd.methods.sharded.paper import Masters
 from mpisgd.tools.verification.paper_run import carried_over
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, Member
@@ -210,7 +211,7 @@ class _ByPaper(ByPaper):
     @property
     def members(self) -> Sequence[Member]:
         """See `Training`: only those that are left are looked at."""
-        return [Member(each, takes_part=True) for each in self._all]
+        return [Member(each, True, self.masters) for each in self._all]
 
     def shrink(self, left: tuple[int, ...]) -> None:
         """Go on with the ranks that are left, which are numbered anew in their order."""
@@ -225,6 +226,7 @@ class _ByPaper(ByPaper):
             run.follow_dtypes()
         self._begin()
         for run, former in zip(self._runs, before, strict=True):
-            if len(left) > 1 or self._is_local:  # else nothing is compressed
+            # One rank compresses nothing, but has masters.
+            if len(left) > 1 or self._is_local or isinstance(run.state, Masters):
                 run.state = carried_over(former.state, run.state, dict(enumerate(places)))
             run.steps = former.steps
