@@ -8,6 +8,7 @@ from typing import Any
 import mpisgd
 from mpisgd.compress.compressor import Casting
 from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.power_sgd.paper import PowerSGD
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
@@ -34,7 +35,7 @@ def why_undefined(program: Program) -> str:
     is_local = not averages_gradients(program.optimizers[0])
     compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
     sent = _sent_by(compression)
-    has_buckets = len(program.layers) == 1 or (cap == "1" and not sent.of_chunks)
+    has_buckets = len(program.layers) == 1 or cap == "1"
     compresses = not isinstance(sent, Synchronous) and (has_buckets or not sent.of_buckets)
     reduces = compresses or options.get("op") is mpisgd.Adasum
     if not (is_local or reduces):
@@ -46,15 +47,18 @@ def why_undefined(program: Program) -> str:
         return why
     if is_local and sent.of_buckets and cap not in ("", "1"):
         return "what is drawn depends on the buckets"
+    warms_up = getattr(strategy, "warmup_steps", 0) > 0
+    if warms_up and sent.of_buckets and cap != "1" and any(each.used_by != "all" for each in program.layers):
+        return "what is drawn in a warm-up depends on the order in which backward has had gradients"
+    if _loses_what_leads(program, compression) and (sent.counts or isinstance(sent, PowerSGD)):
+        return "what the first ranks of hosts have alike no other rank has, nor another number of them gets"
     if reduces and not is_local and not _reduces_once(program):
         return "a step with several reductions, or with none"
     if program.exact and sent.chooses:
         return "among equals it chooses whichever it likes"
     regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
-    if sent.counts and regroups:
+    if not is_local and sent.counts and regroups:
         return "what signs zeros have, and what is drawn, depends on how many reductions a bucket had"
-    if is_local and sent.counts and any(layer.frozen for layer in program.layers):
-        return "whether what is frozen lies in a bucket of the others decides what is drawn for these"
     moves = any(isinstance(event, events.Convert) for event in program.events)
     if sent.of_memory and (moves or any(layer.transposed for layer in program.layers)):
         return "it approximates, draws for or cuts what lies in memory"
@@ -62,6 +66,14 @@ def why_undefined(program: Program) -> str:
     if rounds(program) and dtypes - {"", "float64"}:
         return "it rounds what a narrow dtype has rounded"
     return ""
+
+
+def _loses_what_leads(program: Program, compression: mpisgd.Compressor | None) -> bool:
+    """Return whether what only the first ranks of hosts have is lost, as another one's state is taken."""
+    each = program.ranks_per_host or program.ranks
+    senders = {event.src for event in program.events if isinstance(event, events.Broadcast)}
+    is_other = bool(senders) and (program.group == "reversed" or any(src % each for src in senders))
+    return isinstance(compression, mpisgd.compress.PerHost) and (is_other or program.is_resized)
 
 
 def rounds(program: Program) -> bool:
@@ -86,14 +98,17 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     added = any(isinstance(event, events.AddGroup) for event in program.events)
     has_empty = any(0 in layer.shape for layer in program.layers)
     if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
-        return "the paper's fragments are those of the beginning, and all have elements"
+        kinds = [type(event) for event in program.events]
+        if has_empty or events.AddGroup in kinds[: kinds.index(events.Step)]:
+            return "the paper's fragments are those of the beginning, and all have elements"
     closures = any(getattr(event, "closure", ()) for event in program.events)
     warms_up = getattr(strategy, "warmup_steps", 0)
     looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
     if warms_up and (program.scaler or looks):
         return "something looks at gradients that are reduced by then"
     try:
-        paper_among(program, program.ranks)
+        for place in range(len(program.optimizers)):
+            paper_among(program, program.ranks, place)
     except mpisgd.InvalidArgument as exc:
         return str(exc).partition(" [mpisgd:")[0]
     return ""
