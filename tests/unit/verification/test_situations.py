@@ -179,6 +179,14 @@ def test_what_only_the_first_ranks_of_hosts_have_has_no_definition_where_it_is_l
     assert has_reference(large(options, division=(4, 2)))
 
 
+def test_how_often_an_added_bucket_was_reduced_has_no_definition():
+    """The buckets of the others had been reduced before, and the paper counts all reductions alike."""
+    options = (LOCAL, ("compression", "mpisgd.compress.RandomK(ratio=0.3)"))
+    assert has_reference(large(options, "a group is added"))
+    assert not has_reference(large(options, "a group is added", "small buckets"))
+    assert has_reference(large(options, "frozen and thawed", "small buckets"))
+
+
 def test_a_second_optimizer_without_a_paper_is_no_crash():
     """Only the first was asked whether it has one, and then a single rank had a reference."""
     program = large((FRAGMENTS, BLOCKS), "two optimizers, a half each", "fewer elements than ranks")

@@ -16,6 +16,8 @@ from mpisgd.tools.verification.programs.program import Program
 
 __all__ = ["definition_of", "rounds", "why_undefined"]
 
+CHANGE_BUCKETS = (events.SetFrozen, events.AddGroup)  # of gradients
+
 
 def definition_of(program: Program) -> type[ByPaper] | None:
     """Return what makes the definition of a program's method; None: it has none here."""
@@ -56,8 +58,10 @@ def why_undefined(program: Program) -> str:
         return "a step with several reductions, or with none"
     if program.exact and sent.chooses:
         return "among equals it chooses whichever it likes"
-    regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
-    if not is_local and sent.counts and regroups:
+    # Where ranks average parameters, what is frozen stays in its bucket, and what is added comes into one.
+    regrouping = () if is_local and cap != "1" else (events.AddGroup,) if is_local else CHANGE_BUCKETS
+    regroups = any(isinstance(event, regrouping) for event in program.events)
+    if (sent.counts or getattr(sent, "T", 0) > 0) and regroups:
         return "what signs zeros have, and what is drawn, depends on how many reductions a bucket had"
     moves = any(isinstance(event, events.Convert) for event in program.events)
     if sent.of_memory and (moves or any(layer.transposed for layer in program.layers)):
