@@ -179,6 +179,14 @@ def test_what_only_the_first_ranks_of_hosts_have_has_no_definition_where_it_is_l
     assert has_reference(large(options, division=(4, 2)))
 
 
+def test_what_is_drawn_in_a_warm_up_has_a_definition_where_each_parameter_has_its_bucket():
+    """Else it lies as backward has its gradient: by groups, and by who uses it, in another place."""
+    strategy = ("strategy", "mpisgd.LocalSGD(sync_every=2, warmup_steps=2)")
+    options = (strategy, ("compression", "mpisgd.compress.RandomK(ratio=0.3)"))
+    assert not has_reference(large(options, "two learning rates"))
+    assert has_reference(large(options, "two learning rates", "small buckets"))
+
+
 def test_how_often_an_added_bucket_was_reduced_has_no_definition():
     """The buckets of the others had been reduced before, and the paper counts all reductions alike."""
     options = (LOCAL, ("compression", "mpisgd.compress.RandomK(ratio=0.3)"))

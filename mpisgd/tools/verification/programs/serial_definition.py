@@ -50,7 +50,7 @@ def why_undefined(program: Program) -> str:
     if is_local and sent.of_buckets and cap not in ("", "1"):
         return "what is drawn depends on the buckets"
     warms_up = getattr(strategy, "warmup_steps", 0) > 0
-    if warms_up and sent.of_buckets and cap != "1" and any(each.used_by != "all" for each in program.layers):
+    if warms_up and sent.of_buckets and not has_buckets:
         return "what is drawn in a warm-up depends on the order in which backward has had gradients"
     if _loses_what_leads(program, compression) and (sent.counts or isinstance(sent, PowerSGD)):
         return "what the first ranks of hosts have alike no other rank has, nor another number of them gets"
