@@ -176,6 +176,7 @@ def test_what_lies_in_chunks_of_buckets_is_compared_beyond_the_first_chunk(optio
 def test_what_only_the_first_ranks_of_hosts_have_has_no_definition_where_it_is_lost(name):
     options = LOCAL, ("compression", "mpisgd.compress.PerHost(mpisgd.compress.RandomK(ratio=0.3))")
     assert not has_reference(large(options, name, division=(4, 2)))
+    assert not has_reference(large(options, name, division=(3, 1)))
     assert has_reference(large(options, division=(4, 2)))
 
 

@@ -74,10 +74,8 @@ def why_undefined(program: Program) -> str:
 
 def _loses_what_leads(program: Program, compression: mpisgd.Compressor | None) -> bool:
     """Return whether what only the first ranks of hosts have is lost, as another one's state is taken."""
-    each = program.ranks_per_host or program.ranks
-    senders = {event.src for event in program.events if isinstance(event, events.Broadcast)}
-    is_other = bool(senders) and (program.group == "reversed" or any(src % each for src in senders))
-    return isinstance(compression, mpisgd.compress.PerHost) and (is_other or program.is_resized)
+    is_sent = any(isinstance(event, events.Broadcast) for event in program.events)
+    return isinstance(compression, mpisgd.compress.PerHost) and (is_sent or program.is_resized)
 
 
 def rounds(program: Program) -> bool:
