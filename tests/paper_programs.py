@@ -47,6 +47,7 @@ class Program:
         make: of the wrapped optimizer.
         options: of `DistributedOptimizer`, which change nothing.
         apart: ranks begin with parameters of their own.
+        rows: of the matrix.
     """
 
     size: int = 2
@@ -60,6 +61,11 @@ class Program:
     make: Make = sgd
     options: Mapping[str, Any] = field(default_factory=dict)
     apart: bool = False
+    rows: int = 6
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {**SHAPES, "matrix": (self.rows, *SHAPES["matrix"][1:])}
 
     @property
     def ranks_by_host(self) -> list[list[int]]:
@@ -68,7 +74,7 @@ class Program:
 
     def start(self, rank: int = 0) -> dict[str, nn.Parameter]:
         draw = torch.Generator().manual_seed(3 + rank * self.apart)
-        values = {n: torch.randint(-64, 64, s, generator=draw).double() / 16 for n, s in SHAPES.items()}
+        values = {n: torch.randint(-64, 64, s, generator=draw).double() / 16 for n, s in self.shapes.items()}
         return {n: nn.Parameter(t, requires_grad=n not in self.frozen) for n, t in values.items()}
 
     def terms(self, rank: int, step: int) -> Terms:
@@ -80,10 +86,10 @@ class Program:
 
     def _gradient(self, rank: int, step: int, number: int, name: str) -> Tensor:
         seed = 1000 * (100 * rank + step) + 10 * number + list(SHAPES).index(name)
-        draw = torch.Generator().manual_seed(seed)
+        draw, shape = torch.Generator().manual_seed(seed), self.shapes[name]
         if self.dyadic:
-            return torch.randint(-(2**20), 2**20, SHAPES[name], generator=draw).double() / 2**10
-        return torch.randn(SHAPES[name], generator=draw, dtype=torch.float64)
+            return torch.randint(-(2**20), 2**20, shape, generator=draw).double() / 2**10
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
 
     def pull(self, rank: int) -> float:
         """How much of the parameters is in their gradients."""

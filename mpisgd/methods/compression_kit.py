@@ -8,7 +8,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Draws, Paper, Vec, Vecs, World, alike, everyone, filled, mean, own, part
+from mpisgd.methods.paper_kit import (
+    Draws,
+    Paper,
+    Slice,
+    Vec,
+    Vecs,
+    World,
+    alike,
+    everyone,
+    filled,
+    mean,
+    own,
+    part,
+)
 
 __all__ = [
     "CompressedMomentum",
@@ -18,12 +31,17 @@ __all__ = [
     "Residual",
     "TwoStepCompressor",
     "compressed",
+    "cut",
     "in_blocks",
     "largest",
     "orthonormal",
     "root",
     "signs",
+    "within",
 ]
+
+UNIT = 64  # elements: a chunk of a bucket has a multiple of it
+Chunk = tuple[tuple[Slice, ...], tuple[Slice, ...]]  # a bucket, and the pieces of it that a rank owns
 
 
 # --- of a parameter -----------------------------------------------------------------------------------
@@ -56,6 +74,30 @@ def orthonormal(P: Tensor) -> Tensor:
             column = column - (other @ column) * other
         columns.append(column / column.norm())
     return torch.stack(columns, dim=1)
+
+
+def cut(bucket: tuple[Slice, ...], p: int) -> list[tuple[Slice, ...]]:
+    """Return the chunks of p ranks of a bucket, n elements side by side: pieces of parameters.
+
+    Each has n / p elements, in multiples of 64; the last ones less, or none.
+    """
+    numel = UNIT * max(1, math.ceil(sum(piece.numel for piece in bucket) / (UNIT * p)))
+    chunks, place = [list[Slice]() for _ in range(p)], 0
+    for name, begin, end in bucket:
+        while begin < end:
+            stop = min(end, begin + numel - place % numel)
+            chunks[place // numel].append(Slice(name, begin, stop))
+            begin, place = stop, place + stop - begin
+    return [tuple(chunk) for chunk in chunks]
+
+
+def within(v: Vec, pieces: tuple[Slice, ...]) -> Vec:
+    """Return v in these pieces, and else zeros of the same parameters."""
+    out = v.only([piece.name for piece in pieces]).each(torch.zeros_like)
+    for piece in pieces:
+        if piece.name in v:
+            out[piece.name].view(-1)[piece.begin : piece.end] = piece.of(v)
+    return out
 
 
 def root(v: Vec, eps: float) -> Vec:
@@ -133,17 +175,22 @@ class Compressor(Paper[Residual]):
 
 @dataclass(frozen=True)
 class Errors:
-    """What a two-step compressor keeps: what ranks have left out, and what owners of chunks have."""
+    """What a two-step compressor keeps.
+
+    Attributes:
+        e: what ranks have left out.
+        d: what owners have, by chunk: of which bucket, and which pieces. An owner of another one begins anew.
+    """
 
     e: Vecs = own(default_factory=dict, begin="zeros")
-    d: Vecs = own(default_factory=dict, begin="zeros")
+    d: dict[int, dict[Chunk, Vec]] = own(default_factory=dict, begin="zeros")
 
 
 @dataclass(frozen=True)
 class TwoStepCompressor(Paper[Errors]):
     """What has an operator on pieces of parameters: ranks send to the owners of chunks, and these to all.
 
-    Tang et al. 2019, "DoubleSqueeze"; `w.layout` has the pieces in each owner's chunk. One rank alone sends
+    Tang et al. 2019, "DoubleSqueeze"; each bucket is cut into a chunk for each rank. One rank alone sends
     nothing.
 
         s_i = C(g_i + e_i);    e_i <- g_i + e_i - s_i     what a rank leaves out
@@ -155,7 +202,7 @@ class TwoStepCompressor(Paper[Errors]):
     """
 
     keeps = Errors
-    of_chunks = of_buckets = of_memory = True
+    of_buckets = of_memory = True
 
     feedback: bool = True
 
@@ -169,16 +216,27 @@ class TwoStepCompressor(Paper[Errors]):
             return s, g
         m = {i: g_i + s.e[i].only(g_i) for i, g_i in filled(g).items()}
         sent = {i: self.C(m_i, w) for i, m_i in m.items()}
-        e, d = {i: s.e[i] | (m[i] - sent[i]) for i in w.ranks}, s.d[w.ranks[0]]
+        e, owned = {i: s.e[i] | (m[i] - sent[i]) for i in w.ranks}, self._owned(w)
+        d = Vec()
+        for i, chunks in owned.items():
+            for chunk in chunks:
+                d = d + s.d[i].get(chunk, Vec())
         y = mean(sent, w) + d.only(m[w.ranks[0]])
         v = self.C(y, w)
-        return Errors(e, everyone(d | (y - v), w)) if self.feedback else s, everyone(v, w)
+        left = {i: {chunk: within(d | (y - v), chunk[1]) for chunk in chunks} for i, chunks in owned.items()}
+        return Errors(e, {i: {**s.d[i], **left[i]} for i in w.ranks}) if self.feedback else s, everyone(v, w)
+
+    def _owned(self, w: World) -> dict[int, list[Chunk]]:
+        """Return the chunks of each rank, one of each bucket."""
+        chunks = {bucket: cut(bucket, len(w.ranks)) for bucket in w.layout}
+        return {i: [(b, of_all[place]) for b, of_all in chunks.items()] for place, i in enumerate(w.ranks)}
 
     def C(self, v: Vec, w: World) -> Vec:
         """Return what arrives of v."""
         out = v.each(lambda tensor: torch.full((tensor.numel(),), math.nan, dtype=tensor.dtype))
-        for name, begin, end in (piece for chunk in w.layout for piece in chunk if piece.name in v):
-            out[name][begin:end] = self.of_piece(v[name].flatten()[begin:end])
+        for piece in [each for owned in self._owned(w).values() for _, pieces in owned for each in pieces]:
+            if piece.name in v:
+                out[piece.name][piece.begin : piece.end] = self.of_piece(piece.of(v))
         return Vec({name: tensor.view(v[name].shape) for name, tensor in out.items()})
 
 

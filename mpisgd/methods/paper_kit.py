@@ -6,7 +6,7 @@ module alone (and `compression_kit`, if it compresses), and is pure: what it kee
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "Vecs",
     "World",
     "alike",
+    "anew",
     "evenly",
     "everyone",
     "filled",
@@ -127,9 +128,10 @@ class World(NamedTuple):
         hosts: the same, by host.
         step: its number, from 1.
         weight: how many examples a rank has in this step, 1 each if all have equally many; 0: none are left.
-        layout: the buckets that all ranks have agreed on, or the chunks that each of them owns.
+        layout: the buckets that all ranks have agreed on, of what travels together.
+        lay_out: returns those of other parameters that travel together.
         sum: of a tensor of some ranks, in float32 at least; the order of the additions is the caller's.
-        draw: random numbers of the n-th reduction, of all ranks, or of one by its place among `ranks`.
+        random: see `draw`; of these buckets.
         optimizer: x of a rank after a step of the wrapped optimizer with g, as `optimizer(rank, x, g)`.
         average_state: lets what the wrapped optimizers of some ranks keep of each element become its mean,
             given what each rank counts; of a parameter that a rank has not stepped with yet it keeps zeros.
@@ -141,11 +143,20 @@ class World(NamedTuple):
     step: int
     weight: Mapping[int, float]
     layout: tuple[tuple[Slice, ...], ...]
+    lay_out: Callable[[Iterable[str]], tuple[tuple[Slice, ...], ...]]
     sum: Callable[[Mapping[int, Tensor]], Tensor]
-    draw: Callable[[int, int | None], Draws]
+    random: Callable[[tuple[tuple[Slice, ...], ...], int, int | None], Draws]
     optimizer: Callable[[int, Vec, Vec], Vec]
     average_state: Callable[[Mapping[int, float]], None]
     wire: "Paper[Any]"
+
+    def draw(self, k: int, place: int | None) -> Draws:
+        """Return random numbers of reduction k: of all ranks, or of one by its place among `ranks`."""
+        return self.random(self.layout, k, place)
+
+    def only(self, names: Iterable[str]) -> "World":
+        """Return the world in which these parameters travel by themselves."""
+        return self._replace(layout=self.lay_out(names))
 
 
 class Event(NamedTuple):
@@ -181,8 +192,8 @@ class Paper(Generic[S]):
 
     Of a compressor, what decides which programs can be compared with it, and how:
 
-        of_chunks: whether what becomes of a parameter depends on where it lies among all that travel.
-        of_buckets: or in its bucket, as random numbers do.
+        of_buckets: whether what becomes of a parameter depends on where it lies in its bucket, as random
+            numbers do, and chunks of ranks.
         of_memory: or on the order of its elements in memory; so do these.
         counts: whether it depends on how many reductions there were.
         rounds: whether exact numbers do not stay so, as they are multiplied or divided.
@@ -194,7 +205,6 @@ class Paper(Generic[S]):
     leaves_frozen: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     depends_on: ClassVar[tuple[str, ...]] = ()
-    of_chunks: ClassVar[bool] = False
     of_buckets: ClassVar[bool] = False
     of_memory: ClassVar[bool] = False
     counts: ClassVar[bool] = False
@@ -278,6 +288,12 @@ def sent(kept: Any, v: Vecs, w: World, n: Mapping[int, float] | None = None) -> 
     """Return what the wire keeps, and the mean as it comes by it; n: how many examples each rank counts."""
     kept, out = w.wire.reduce(kept, v if n is None else weighted(v, n), evenly(w))
     return kept, out[w.ranks[0]]
+
+
+def anew(kept: Any, begun: Any) -> Any:
+    """Return what a wire keeps, with what is each rank's own as it was when it had begun."""
+    own_names = [each.name for each in fields(kept) if each.metadata[OWNER] == "own"] if kept else []
+    return replace(kept, **{name: getattr(begun, name) for name in own_names}) if own_names else kept
 
 
 def evenly(w: World) -> World:

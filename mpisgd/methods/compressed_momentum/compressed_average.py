@@ -52,7 +52,7 @@ class CompressedAverage:
         errors = Errors()
         if place < len(self._loaded) and self._loaded[place]["lengths"] == list(lengths):
             kept = self._loaded[place]
-            errors = Errors(kept.get("worker_error"), kept.get("server_error"))
+            errors = Errors(**{name: value for name, value in kept.items() if name != "lengths"})
         made = TwoStepExchange(lengths, flat.dtype, flat.device, group, errors)
         self._exchanges.append(made)
         return made

@@ -9,10 +9,12 @@ DiLoCo with overlapping communication", algorithms 1 and 2; without Nesterov's m
     x_i <- alpha x_i + (1 - alpha) theta       tau steps after D was taken; alpha is 0 if tau is 0
 
 n_i: examples of rank i of p since the last D; c_i = p n_i / (n_1 + ... + n_p). Fragment f of F is due f H / F
-steps later than the first one.
+steps later than the first one. Each travels by itself; parameters that are added later are another one, which
+is due with the first.
 """
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, own, part, sent
@@ -22,13 +24,21 @@ __all__ = ["DiLoCo", "State"]
 
 @dataclass(frozen=True)
 class State:
-    """What is kept, by the symbols above; D: of what was not applied yet, n: by parameter."""
+    """What is kept, by the symbols above.
+
+    Attributes:
+        D: of what was not applied yet.
+        n: by parameter.
+        fragments: the names of each.
+        wire: by fragment; (): as it begins.
+    """
 
     theta: Vec = alike(default_factory=Vec, begin="copy")
     v: Vec = alike(default_factory=Vec)
     D: Vec = alike(default_factory=Vec)
     n: dict[int, dict[str, float]] = own(default_factory=dict)
-    wire: Any = part(lambda: None)
+    fragments: tuple[tuple[str, ...], ...] = alike(())
+    wire: dict[tuple[str, ...], Any] = part(dict)
 
 
 @dataclass(frozen=True)
@@ -48,18 +58,25 @@ class DiLoCo(Paper[State]):
     tau: int = 0
     alpha: float = 0.0
 
+    def start(self, x: Vecs, w: World) -> State:
+        s = super().start(x, w)
+        return replace(s, wire={(): s.wire})
+
     def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         s = replace(s, n={i: {f: s.n.get(i, {}).get(f, 0) + w.weight[i] for f in s.theta} for i in w.ranks})
-        fragments = self.fragments or (tuple(s.theta),)
-        for f, names in enumerate(fragments):
-            since = w.step - f * self.H // len(fragments)
+        if added := tuple(s.theta.without([*chain(*s.fragments)])):
+            s = replace(s, fragments=(*s.fragments, added) if s.fragments else self.fragments or (added,))
+        F = max(1, len(self.fragments))
+        for f, names in enumerate(s.fragments):
+            since = w.step - (f * self.H // F if f < F else 0)
             if self.tau and since % self.H == self.tau and s.D.only(names):
                 s, x = self._outer_step(s, x, names)
             if since >= 0 and since % self.H == 0:
                 changes = {i: s.theta.only(names) - x[i].only(names) for i in w.ranks}
-                wire, D = sent(s.wire, changes, w, {i: s.n[i][names[0]] for i in w.ranks})
+                kept, counts = s.wire.get(names, s.wire[()]), {i: s.n[i][names[0]] for i in w.ranks}
+                kept, D = sent(kept, changes, w.only(names), counts)
                 n = {i: s.n[i] | dict.fromkeys(names, 0) for i in w.ranks}
-                s = replace(s, D=s.D | D, n=n, wire=wire)
+                s = replace(s, D=s.D | D, n=n, wire=s.wire | {names: kept})
                 s, x = (s, x) if self.tau else self._outer_step(s, x, names)
         return s, x
 

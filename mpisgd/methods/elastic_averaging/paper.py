@@ -14,13 +14,14 @@ sent is in d_i again; what travels then is
 
     m   <- m + mean of C(x_i - last_i);   last_i <- x_i;   z <- z + beta (m - z)
 
-where m and last_i begin as z, and do so again when a rank is lost, whose part of m nobody has.
+where m and last_i begin as z, and do so again when a rank is lost, whose part of m nobody has; then what was
+not sent begins anew, too.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, own, part
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, anew, own, part
 
 __all__ = ["ElasticAveraging", "State"]
 
@@ -51,7 +52,7 @@ class ElasticAveraging(Paper[State]):
         alpha, any_rank = self.beta / len(w.ranks), w.ranks[0]
         drawn = {i: x[i] - alpha * (x[i] - s.z) for i in w.ranks}
         if getattr(w.wire, "feedback", False):
-            begun = s if s.last else State(wire=w.wire.start(x, w))
+            begun = s if s.last else State(wire=anew(s.wire, w.wire.start(x, w)))
             last = {i: Vec({**s.z, **begun.last.get(i, {})}) for i in w.ranks}
             kept, change = w.wire.reduce(begun.wire, {i: x[i] - last[i] for i in w.ranks}, w)
             m = Vec({**s.z, **begun.m}) + change[any_rank]

@@ -25,7 +25,7 @@ __all__ = ["CodedGradients", "CodedParameters", "Masters"]
 class CodedGradients(Paper[None]):
     """Keeps nothing; `w.layout` has the pieces in each rank's chunk."""
 
-    of_chunks = of_buckets = of_memory = True
+    of_buckets = of_memory = True
     weighs = True
 
     L: int = 0  # 0: they travel as they are
@@ -62,7 +62,7 @@ class CodedParameters(Paper[Masters]):
     """`gradients` says what becomes of these; it keeps nothing."""
 
     keeps = Masters
-    of_chunks = of_buckets = of_memory = True
+    of_buckets = of_memory = True
     weighs = True
 
     gradients: Paper[None]

@@ -65,15 +65,18 @@ def _codes(lengths: Sequence[int], dtype: torch.dtype, size: int, make: MakeCode
 
 @dataclass
 class Errors:
-    """What is left out on a rank; of use to the same rank among as many ones only.
+    """What is left out on a rank.
 
     Attributes:
         worker_error: e_i; None: zero.
-        server_error: s_o; None: zero.
+        server_error: s_o, [1, elements of the chunk]; None: zero. Of use to the owner of the same chunk only:
+            one of other elements begins anew.
+        server_begin: the place of the first of these among the values, a scalar; None: where it is now.
     """
 
     worker_error: Tensor | None = own(None)
-    server_error: Tensor | None = own(None)
+    server_error: Tensor | None = own(None)  # not as long as a bucket, else it would be cut by parameter
+    server_begin: Tensor | None = own(None)
 
 
 class TwoStepExchange:
@@ -126,16 +129,30 @@ class TwoStepExchange:
     def server_error(self) -> Tensor:
         """s_o, [elements of this rank's chunk]; of an exchange that keeps errors."""
         assert self.state is not None
-        kept = fitted(self.state.server_error, self._mine.numel, self._dtype, self._device)
-        self.state.server_error = kept
-        return kept
+        begin, state = self._begin, self.state
+        kept = None if state.server_error is None else state.server_error.flatten()
+        if state.server_begin is not None and int(state.server_begin) != begin:
+            kept = None
+        self._keep(fitted(kept, self._mine.numel, self._dtype, self._device))
+        assert state.server_error is not None
+        return state.server_error[0]
+
+    @property
+    def _begin(self) -> int:
+        """The place of the first element of this rank's chunk."""
+        return sum(self._numels[: self._group.rank])
+
+    def _keep(self, error: Tensor) -> None:
+        """Note s_o."""
+        assert self.state is not None
+        self.state.server_error, self.state.server_begin = error.unsqueeze(0), torch.tensor(self._begin)
 
     def server_error_of(self, start: int, stop: int) -> Tensor:
         """Return the part of s_o for elements `start` to `stop` of the values: as many as this rank owns.
 
         Of an exchange that keeps errors.
         """
-        begin = sum(self._numels[: self._group.rank])
+        begin = self._begin
         return self.server_error[max(0, start - begin) : max(0, stop - begin)]
 
     def average(self, values: Tensor) -> None:
@@ -174,7 +191,7 @@ class TwoStepExchange:
         answer = self._new_messages(1)[0]
         found = self._mine.encode(rest, answer)
         if self.state is not None and found.isfinite().all():
-            self.state.server_error = rest
+            self._keep(rest)
         return answer
 
     def _new_messages(self, num: int) -> Tensor:

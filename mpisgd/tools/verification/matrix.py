@@ -35,10 +35,12 @@ class Plan(NamedTuple):
     beyond: int = 0
 
     def modes(self) -> list[Mode]:
-        """Return the rows of the matrix."""
-        from mpisgd.tools.verification.modes import MODES  # loads torch's parallelism
-
-        named = [m for m in MODES if self.only.lower() in f"{m.family} {m.name}".lower()]
+        """Return the rows of the matrix; of a job that loses a rank only those that may be such."""
+        if self.losing is None:
+            from mpisgd.tools.verification.modes import MODES as modes  # loads torch's parallelism
+        else:
+            from mpisgd.tools.verification.modes.resumption import RESUMPTION as modes
+        named = [m for m in modes if self.only.lower() in f"{m.family} {m.name}".lower()]
         chosen = [m for m in named if m.sizes[0] > self.beyond]
         return [mode for mode in chosen if mode.quick] if self.quick and not self.only else chosen
 

@@ -24,7 +24,7 @@ The parameters of all ranks are then what they must be: `run.x[rank][name]`, whi
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,8 +105,8 @@ class Definition(NamedTuple):
     Attributes:
         paper: the algorithm.
         wire: the compressor's, where the algorithm takes means: exact by default.
-        layout: makes buckets of the parameters that are trained, or the chunks of owners.
-        draw: random numbers.
+        layout: makes buckets of the parameters that travel.
+        draw: random numbers of such buckets.
     """
 
     paper: Paper[Any]
@@ -295,15 +295,20 @@ class PaperRun:
         params = self._params[self.ranks[0]]
         if travelling is None:
             travelling = [name for name in self.x[self.ranks[0]] if params[name].requires_grad]
-        layout = layout_of(self.x[self.ranks[0]].only(travelling))
+
+        def lay_out(names: Iterable[str]) -> Layout:
+            asked = set(names)
+            return layout_of(Vec({name: x for name, x in self.x[self.ranks[0]].items() if name in asked}))
+
         return World(
             ranks=self.ranks,
             hosts=self._hosts,
             step=self.steps,
             weight=weight or dict.fromkeys(self.ranks, 1),
-            layout=layout,
+            layout=lay_out(travelling),
+            lay_out=lay_out,
             sum=self._sum,
-            draw=partial(draw, layout),
+            random=draw,
             optimizer=self._optimized,
             average_state=partial(average_states, self._params, self._optimizers, self._sum),
             wire=wire,
@@ -346,6 +351,8 @@ def carried_over(state: Any, fresh: Any, was: Mapping[int, int]) -> Any:
     """
     if state is None:
         return fresh
+    if isinstance(state, dict):  # of a wire, by what travels together; (): as it begins
+        return {names: carried_over(each, fresh[()], was) for names, each in state.items()}
     if not is_dataclass(state) or isinstance(state, type):
         return state
     kept: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """`paper_of`: what `DistributedOptimizer` is to be equal to, from the papers that methods name themselves."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,9 +23,8 @@ from mpisgd.tools.verification.draws import BucketDraws, Layout
 from mpisgd.tools.verification.paper_run import Definition
 from mpisgd.tools.verification.shares import Shares
 
-__all__ = ["chunks_of", "paper_of"]
+__all__ = ["in_order", "paper_of"]
 
-CHUNK_UNIT = 64  # elements: chunks of owners are a multiple of it
 MIXES_WHOLE = (DPSGD, PushSum)  # papers of gossip in which nothing is compressed
 
 
@@ -52,7 +50,7 @@ def paper_of(
     """
     strategy = mpisgd.Synchronous() if strategy is None else strategy
     chosen = Compression.none if compression is None or size == 1 else compression
-    wire, paper = _compressor(chosen, size), strategy.paper(size, lengths)
+    wire, paper = _compressor(chosen), strategy.paper(size, lengths)
     if paper is None or isinstance(paper, Synchronous):
         if op != ReduceOp.AVG and chosen != Compression.none:
             raise InvalidArgument(f"there is no paper of op={shown(op)} with {chosen}")
@@ -63,7 +61,9 @@ def paper_of(
         return Definition(_with_op(paper, op), layout=Shares(size))
     if op != ReduceOp.AVG or (chosen != Compression.none and isinstance(paper, MIXES_WHOLE)):
         raise InvalidArgument(f"there is no paper of {strategy} with {chosen} and op={shown(op)}")
-    layout = _in_order if isinstance(paper, (*MIXES_WHOLE, Choco)) else wire.layout
+    if isinstance(paper, Choco):
+        wire = _compressor(_operator(chosen))
+    layout = in_order if isinstance(paper, (*MIXES_WHOLE, Choco)) else wire.layout
     return Definition(paper, wire.paper, layout, wire.draw)
 
 
@@ -73,28 +73,20 @@ def _with_op(paper: Any, op: ReduceOp) -> Any:
     return replace(paper, sums=op == ReduceOp.SUM)
 
 
-def _compressor(chosen: Compressor, size: int) -> Definition:
+def _operator(chosen: Compressor) -> Compressor:
+    """Return a compressor with the operator that gossip takes of it: of one step, and not made unbiased."""
+    how = {"error_feedback": True, "two_step": False}
+    return replace(chosen, **{name: value for name, value in how.items() if hasattr(chosen, name)})
+
+
+def _compressor(chosen: Compressor) -> Definition:
     """Return the definition of a mean that travels by a compressor, maybe inside of `PerHost`."""
     inner: Any = getattr(chosen, "compressor", chosen)
     paper, definition = inner.paper(), Definition(chosen.paper())
-    if paper.of_chunks:
-        return definition._replace(layout=lambda x: chunks_of(Vec(dict(reversed(x.items()))), size))
     seed, from_mantissas = getattr(inner, "seed", 0), isinstance(paper, Natural)
     return definition._replace(draw=partial(BucketDraws, seed=seed, from_mantissas=from_mantissas))
 
 
-def _in_order(x: Vec) -> Layout:
+def in_order(x: Vec) -> Layout:
+    """Return one bucket of all parameters, the first one first."""
     return (tuple(Slice(name, 0, tensor.numel()) for name, tensor in x.items()),)
-
-
-def chunks_of(x: Vec, size: int) -> Layout:
-    """Return the pieces of parameters, side by side, in the chunks that ranks own."""
-    ends = list(itertools.accumulate(tensor.numel() for tensor in x.values()))
-    chunk = max(1, -(-sum(tensor.numel() for tensor in x.values()) // (size * CHUNK_UNIT))) * CHUNK_UNIT
-    chunks: list[list[Slice]] = [[] for _ in range(size)]
-    for (name, tensor), end in zip(x.items(), ends, strict=True):
-        begin = end - tensor.numel()
-        cuts = sorted({begin, end, *(cut for cut in range(0, end, chunk) if begin < cut)})
-        for low, high in itertools.pairwise(cuts):
-            chunks[low // chunk].append(Slice(name, low - begin, high - begin))
-    return tuple(map(tuple, chunks))

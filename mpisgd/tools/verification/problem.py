@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "KNOWN",
     "Batch",
     "Loss",
     "Problem",
@@ -25,6 +27,7 @@ WIDE = 256  # for messages so long that transports take other ways
 JOINED = 24  # examples of a step over all ranks: an even number for each
 SEED = 20_000
 ROWS = 3  # of a table, for each rank
+KNOWN = 4  # most modes of a job train the same problem
 
 M = TypeVar("M", bound=nn.Module)
 Batch = Sequence[Tensor]  # inputs and targets, say: of equal length
@@ -81,6 +84,7 @@ def turned(problem: Problem) -> Problem:
     return problem._replace(batches=batches)
 
 
+@lru_cache(maxsize=KNOWN)
 def standard_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return a small regression whose batches divide evenly among `size` ranks, and one rank fewer."""
     joined = math.lcm(JOINED, 2 * size, max(1, size - 1))
@@ -88,11 +92,13 @@ def standard_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     return Problem(lambda: _model(dtype), _mean_square, batches, size)
 
 
+@lru_cache(maxsize=KNOWN)
 def wide_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return the same with some 70,000 parameters."""
     return standard_problem(size, steps, dtype)._replace(model=lambda: _model(dtype, WIDE))
 
 
+@lru_cache(maxsize=KNOWN)
 def normalized_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return the same with batch normalization, whose statistics are those of the joined batch."""
     problem = standard_problem(size, steps, dtype)

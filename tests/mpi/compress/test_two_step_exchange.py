@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.two_step.two_step_exchange import Errors, TwoStepExchange
 from mpisgd.tools.verification.paper_run import Definition, PaperRun
-from mpisgd.tools.verification.papers import chunks_of
+from mpisgd.tools.verification.papers import in_order
 
 CPU = torch.device("cpu")
 LENGTHS = [200, 1, 63, 136]
@@ -48,7 +46,7 @@ def paper_run(size: int, lengths: list[int]) -> PaperRun:
     zeros = by_name(np.zeros(sum(lengths)), lengths)
     params = {rank: {n: torch.nn.Parameter(t) for n, t in zeros.items()} for rank in range(size)}
     still = {rank: torch.optim.SGD(mine.values(), lr=0.0) for rank, mine in params.items()}
-    return PaperRun(Definition(TwoStep(), layout=partial(chunks_of, size=size)), params, still)
+    return PaperRun(Definition(TwoStep(), layout=in_order), params, still)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from mpisgd.methods.paper_kit import Paper, Vec, World
 from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.zero_one_adam.paper import ZeroOneAdam
 from mpisgd.tools.verification.paper_run import Definition
-from mpisgd.tools.verification.papers import chunks_of
+from mpisgd.tools.verification.papers import in_order
 
 BETAS, EPS, DECAY = (0.9, 0.99), 1e-8, 0.01
 LOCAL_STEPS = {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
@@ -71,7 +70,7 @@ def check(
         return optimizer
 
     found = by_optimizer(program, wrapped)
-    definition = Definition(paper, TwoStep(), partial(chunks_of, size=size))
+    definition = Definition(paper, TwoStep(), in_order)
     assert_same(found, by_paper(program, definition, updates=False), CLOSE)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.paper_run import Definition, PaperRun, bucket_of, gradients
+from mpisgd.tools.verification.papers import paper_of
 
 PUSH = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.5], [0.25, 0.25, 0.25]]
 STATEFUL: list[dict[str, Any]] = [
@@ -99,6 +101,9 @@ LOST: list[dict[str, Any]] = [
     {"compression": compress.OneBit()},
     {"strategy": LocalSGD(3)},
     {"strategy": LocalSGD(2), "compression": compress.TopK(0.2)},
+    {"strategy": LocalSGD(2), "compression": compress.OneBit(two_step=True)},
+    {"strategy": ElasticAveraging(), "compression": compress.OneBit(two_step=True)},
+    {"strategy": ElasticAveraging(), "compression": compress.RandomK(0.3)},
     {"strategy": DiLoCo(3)},
     {"strategy": DiLoCo(2), "compression": compress.TopK(0.2)},
     {"strategy": ElasticAveraging(every=2)},
@@ -111,32 +116,45 @@ LOST: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", LOST, ids=repr)
 def test_without_the_last_rank_mpisgd_goes_on_as_the_paper(options):
-    program = trained_with(options, 4)
+    check_without(options, 4, gone=3)
+
+
+@pytest.mark.parametrize("compression", [compress.OneBit(two_step=True), compress.TopK(0.2)], ids=repr)
+def test_without_the_first_rank_mpisgd_goes_on_as_the_paper(compression):
+    """The second owner of 64 elements had the first ones then, and added its error of others to them."""
+    check_without({"compression": compression}, 4, gone=0, rows=16)
+
+
+def check_without(options: dict[str, Any], size: int, *, gone: int, rows: int = 6) -> None:
+    """Compare a training of which a rank is lost after three steps."""
+    program = replace(trained_with(options, size), rows=rows)
+    left = [rank for rank in range(size) if rank != gone]
 
     def train() -> list[dict[str, torch.Tensor]]:
-        params, rank, rows = program.start(), mpisgd.rank(), []
-        others = mpisgd.new_group(range(3))
+        params, rank, mine = program.start(), mpisgd.rank(), []
+        others = mpisgd.new_group(left)
         optimizer = mpisgd.DistributedOptimizer(
             program.make(list(params.values())), params.items(), **options
         )
-        for step in range(program.steps if rank < 3 else 3):
+        for step in range(3 if rank == gone else program.steps):
             if step == 3:
                 optimizer.rebuild(others)
             optimizer.zero_grad()
             for term in program.terms(rank, step):
                 program.loss(params, rank, term).backward()
             optimizer.step()
-            rows.append({name: param.detach().clone() for name, param in params.items()})
-        return rows
+            mine.append({name: param.detach().clone() for name, param in params.items()})
+        return mine
 
-    run, rows = paper_run(program, definition_of(program, **options)), []
+    run, xs = paper_run(program, definition_of(program, **options)), []
     for step in range(program.steps):
         if step == 3:
-            run.lose(3)
+            run.lose(gone)
         paper_step(program, run, step)
-        rows.append(run.x)
-    expected = [[x[rank] for x in rows] for rank in range(3)]
-    assert_same(run_ranks(4, train, seed=3)[:3], expected, CLOSE)
+        xs.append(run.x)
+    expected = [[x[rank] for x in xs] for rank in left]
+    found = run_ranks(size, train, seed=3)
+    assert_same([found[rank] for rank in left], expected, CLOSE)
 
 
 def test_two_optimizers_are_two_runs_on_the_same_parameters():
@@ -199,6 +217,13 @@ def test_weights_are_those_of_the_joined_batch():
         assert abs(float(taken[2]["x"] - expected)) < 1e-15
 
 
+LOCAL = [LocalSGD(2), DiLoCo(2), DiLoCo(2, fragments=2), ElasticAveraging()]
+CUT = [  # what becomes of a parameter depends on where it lies, or on how many means there were
+    compress.BlockQuantized(),
+    compress.BlockQuantized(8, block=7, error_feedback=True),
+    compress.OneBit(two_step=True),
+    compress.RandomK(0.3),
+]
 CHANGING: list[dict[str, Any]] = [
     {},
     *STATEFUL[:1],
@@ -212,6 +237,7 @@ CHANGING: list[dict[str, Any]] = [
     {"strategy": DiLoCo(2), "compression": compress.TopK(0.2)},
     {"strategy": ElasticAveraging(every=2)},
     {"strategy": LocalSGD(3), "compression": compress.BlockQuantized()},
+    *({"strategy": strategy, "compression": each} for strategy in LOCAL for each in CUT),
     {"strategy": ElasticAveraging(every=2), "compression": compress.TopK(0.2)},
     {"strategy": Gossip("ring")},
     {"strategy": Gossip("ring", style="combine_then_adapt")},
@@ -269,7 +295,8 @@ def test_parameters_are_frozen_for_some_steps_or_added(options, adds):
 
     ranks = [Changing(rank, adds=adds) for rank in range(3)]
     optimizers = {mine.rank: momentum(list(mine.params.values())) for mine in ranks}
-    definition = definition_of(Changing.program, **options)
+    lengths = [(name, param.nbytes) for name, param in ranks[0].params.items()]
+    definition = paper_of(**options, size=3, lengths=lengths)
     if "strategy" not in options:
         definition = definition._replace(layout=packed)
     run, rows = PaperRun(definition, {mine.rank: mine.params for mine in ranks}, optimizers), []

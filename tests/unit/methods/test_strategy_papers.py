@@ -58,12 +58,17 @@ COMPRESSED = [
     (DiLoCo(2), compress.TopK(0.2)),
     (DiLoCo(2), compress.QSGD(4, segment=10)),
     (DiLoCo(4, fragments=2), compress.TopK(0.2)),
+    (DiLoCo(2, fragments=2), compress.RandomK(0.3)),
+    (DiLoCo(3, fragments=2, overlap_steps=1), compress.BlockQuantized(8, block=7, error_feedback=True)),
+    (LocalSGD(2), compress.PerHost(compress.BlockQuantized(error_feedback=True))),
     (ElasticAveraging(every=2), compress.TopK(0.2)),
     (ElasticAveraging(every=2), compress.OneBit()),
     (ElasticAveraging(every=2), compress.RandomK(0.5)),
     (Gossip("ring", consensus_step=0.3), compress.TopK(0.2)),
     (Gossip("ring", consensus_step=0.3, every=2), compress.RandomK(0.3)),
+    (Gossip("ring", consensus_step=0.3), compress.RandomK(0.3, error_feedback=False)),
     (Gossip("ring", consensus_step=0.3), compress.OneBit()),
+    (Gossip("ring", consensus_step=0.3), compress.OneBit(two_step=True)),
     (Gossip("ring", consensus_step=0.3), compress.QSGD(4)),
     (Gossip("ring", consensus_step=0.3), compress.Natural()),
 ]
@@ -97,7 +102,8 @@ def test_but_for_roundings(strategy, max_norm):
 
 @pytest.mark.parametrize(("strategy", "compression"), COMPRESSED, ids=repr)
 def test_with_a_compressor_on_the_wire(strategy, compression):
-    assert_equal(Program(size=3, hosts=(2, 1), dyadic=False), strategy=strategy, compression=compression)
+    program = Program(size=3, hosts=(2, 1), dyadic=False, rows=16)  # of 169 elements: other chunks by host
+    assert_equal(program, strategy=strategy, compression=compression)
 
 
 def test_slow_momentum_in_the_symbols_of_its_paper():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,11 @@ from mpisgd.tools.verification.covering import alone_in, packed, pairs_of
 from mpisgd.tools.verification.known_results import KnownResults, OutOfTime
 from mpisgd.tools.verification.matrix_page import write_page
 from mpisgd.tools.verification.matrix_report import draw_matrix, outcomes, text_of_matrix
-from mpisgd.tools.verification.method_matrix import DIVISIONS, Row, Tried, row_of, rows
+from mpisgd.tools.verification.method_matrix import DIVISIONS, Division, Row, Tried, row_of, rows
 from mpisgd.tools.verification.programs.compare import Verdict
 from mpisgd.tools.verification.programs.contract import violation
-from mpisgd.tools.verification.programs.program import Clip, Optimizer, Reload, Step, parse
+from mpisgd.tools.verification.programs.execute import has_reference
+from mpisgd.tools.verification.programs.program import Clip, Optimizer, Program, Reload, Step, parse
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 from mpisgd.tools.verification.run_matrix import Matrix, Results, run_matrix, summary_of_matrix
 from mpisgd.tools.verification.sabotage import Sabotage
@@ -139,6 +141,66 @@ def test_a_scaler_goes_on_after_a_rank_was_lost_in_its_step(strategy):
     situations = [SITUATIONS["scaled, with an overflow"], SITUATIONS["a rank is lost"]]
     verdict = ThreadsBackend().run(row.program(situations, (3, 0)))
     assert verdict.kind == "ok", verdict
+
+
+def large(options: Sequence[tuple[str, str]], *names: str, division: Division = (3, 0)) -> Program:
+    """Return a program with more elements than a chunk has."""
+    row = Row("", Optimizer("SGD", (("lr", 0.25), ("momentum", 0.5)), (), tuple(options)), exact=False)
+    program = row.program([SITUATIONS[name] for name in names], division)
+    layers = [replace(each, shape=(90,)) if each.shape == (7,) else each for each in program.layers]
+    return replace(program, layers=tuple(layers))
+
+
+LOCAL = ("strategy", "mpisgd.LocalSGD(sync_every=2)")
+FRAGMENTS = ("strategy", "mpisgd.DiLoCo(2, fragments=2)")
+BLOCKS = ("compression", "mpisgd.compress.BlockQuantized(bits=8, block=7, error_feedback=True)")
+
+
+@pytest.mark.parametrize(
+    ("options", "situations"),
+    [
+        ((LOCAL, BLOCKS), ("small buckets", "long")),
+        ((LOCAL, BLOCKS), ("long", "a group is added")),
+        ((BLOCKS, ("bucket_cap_bytes", "1")), ("long", "a group is added")),
+        ((FRAGMENTS, BLOCKS), ("tied", "a group is added")),
+        ((LOCAL, ("compression", "mpisgd.compress.RandomK(ratio=0.3)")), ("long", "frozen and thawed")),
+    ],
+)
+def test_what_lies_in_chunks_of_buckets_is_compared_beyond_the_first_chunk(options, situations):
+    program = large(options, *situations)
+    assert has_reference(program)
+    assert ThreadsBackend().run(program).kind == "ok"
+
+
+@pytest.mark.parametrize("name", ["broadcast", "a rank fewer"])
+def test_what_only_the_first_ranks_of_hosts_have_has_no_definition_where_it_is_lost(name):
+    options = LOCAL, ("compression", "mpisgd.compress.PerHost(mpisgd.compress.RandomK(ratio=0.3))")
+    assert not has_reference(large(options, name, division=(4, 2)))
+    assert not has_reference(large(options, name, division=(3, 1)))
+    assert has_reference(large(options, division=(4, 2)))
+
+
+def test_what_is_drawn_in_a_warm_up_has_a_definition_where_each_parameter_has_its_bucket():
+    """Else it lies as backward has its gradient: by groups, and by who uses it, in another place."""
+    strategy = ("strategy", "mpisgd.LocalSGD(sync_every=2, warmup_steps=2)")
+    options = (strategy, ("compression", "mpisgd.compress.RandomK(ratio=0.3)"))
+    assert not has_reference(large(options, "two learning rates"))
+    assert has_reference(large(options, "two learning rates", "small buckets"))
+
+
+def test_how_often_an_added_bucket_was_reduced_has_no_definition():
+    """The buckets of the others had been reduced before, and the paper counts all reductions alike."""
+    options = (LOCAL, ("compression", "mpisgd.compress.RandomK(ratio=0.3)"))
+    assert has_reference(large(options, "a group is added"))
+    assert not has_reference(large(options, "a group is added", "small buckets"))
+    assert has_reference(large(options, "frozen and thawed", "small buckets"))
+
+
+def test_a_second_optimizer_without_a_paper_is_no_crash():
+    """Only the first was asked whether it has one, and then a single rank had a reference."""
+    program = large((FRAGMENTS, BLOCKS), "two optimizers, a half each", "fewer elements than ranks")
+    assert not has_reference(program)
+    assert ThreadsBackend().run(program).kind == "ok"
 
 
 def test_all_methods_have_a_row():

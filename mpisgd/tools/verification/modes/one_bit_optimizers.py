@@ -1,7 +1,6 @@
 """Optimizers whose momentum travels as one bit per element: equal to their papers, in one process."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.zero_one_adam.paper import ZeroOneAdam
 from mpisgd.tools.verification.mode import Mode, between_orders
 from mpisgd.tools.verification.paper_run import Definition
-from mpisgd.tools.verification.papers import chunks_of
+from mpisgd.tools.verification.papers import in_order
 from mpisgd.tools.verification.problem import Problem
 from mpisgd.tools.verification.trainee import Trainee
 from mpisgd.tools.verification.trajectories import trajectory
@@ -51,8 +50,7 @@ def trained_by(make: MakeOptimizer) -> Callable[[Trainee], Tensor]:
 
 def _mode(name: str, make: MakeOptimizer, paper: Paper[Any], *, quick: bool = True) -> Mode:
     def simulate(problem: Problem, order: int) -> Tensor:
-        layout = partial(chunks_of, size=problem.size)
-        return trajectory(problem, None, Definition(paper, TwoStep(), layout), order)
+        return trajectory(problem, None, Definition(paper, TwoStep(), in_order), order)
 
     return Mode(name, "optimizers", trained_by(make), between_orders(simulate), (2, 2**31), quick=quick)
 

@@ -1,6 +1,8 @@
 """Synchronous SGD by the native optimizer: equal to one process on the joined batch."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.tools.verification.mode import JOINED, Mode, Reference, between_orders
-from mpisgd.tools.verification.problem import Problem, flat_parameters, wide_problem
+from mpisgd.tools.verification.problem import KNOWN, Problem, flat_parameters, wide_problem
 from mpisgd.tools.verification.trainee import Trainee
 from mpisgd.tools.verification.trajectories import MakeOptimizer, joined_batch
 
@@ -28,15 +30,25 @@ def adam(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, eps=1e-4)
 
 
+@cache
 def equal_to_one_process(
     make_optimizer: MakeOptimizer, max_norm: float = 0.0
 ) -> Callable[[Problem], Reference]:
-    """Return what synchronous training must be equal to."""
+    """Return what synchronous training must be equal to; of the same problem it is computed once."""
 
     def simulate(problem: Problem, order: int) -> Tensor:
         return joined_batch(problem, make_optimizer, max_norm)
 
-    return between_orders(simulate, JOINED)
+    compute, known = between_orders(simulate, JOINED), deque[tuple[Problem, Reference]](maxlen=KNOWN)
+
+    def reference(problem: Problem) -> Reference:
+        for other, found in known:
+            if other is problem:
+                return found
+        known.append((problem, compute(problem)))
+        return known[-1][1]
+
+    return reference
 
 
 def native(make_optimizer: MakeOptimizer, parts: int = 1, **options: Any) -> Callable[[Trainee], Tensor]:

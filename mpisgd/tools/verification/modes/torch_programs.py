@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -150,6 +149,8 @@ def _train_stage(
     batch: Callable[[int], Batch],
 ) -> Tensor:
     """Train this rank's stage, with as many micro-batches as there are stages; return all parameters."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # loads the compiler
+
     schedule = ScheduleGPipe(
         PipelineStage(mine, stage, stages, torch.device("cpu"), group=group),
         stages,

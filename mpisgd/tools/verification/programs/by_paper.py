@@ -299,6 +299,9 @@ def _filled_up(state: Any, older: Any) -> Any:
     """Return a paper's state, with that of a compressor from before the rank went on alone."""
     if type(state) is not type(older):
         return older
+    if isinstance(state, dict):  # by what travels together
+        names = {**older, **state}
+        return {each: _filled_up(state.get(each), older.get(each)) for each in names}
     if not is_dataclass(state) or isinstance(state, type):
         return state
     parts = [each.name for each in fields(state) if each.metadata[OWNER] == "part"]

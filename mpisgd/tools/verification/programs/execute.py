@@ -126,7 +126,8 @@ def references_of(program: Program) -> list[Run]:
         program: one that `has_reference`.
     """
     if (definition := definition_of(program)) is not None:
-        return run_events(program, lambda: definition(program))
+        runs = run_events(program, lambda: definition(program))
+        return runs if len(runs) == program.ranks else runs * program.ranks  # it has failed at once
     return run_events(program, lambda: Joined(program)) * program.ranks
 
 

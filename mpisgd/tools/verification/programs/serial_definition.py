@@ -8,12 +8,15 @@ from typing import Any
 import mpisgd
 from mpisgd.compress.compressor import Casting
 from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.power_sgd.paper import PowerSGD
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
 from mpisgd.tools.verification.programs.program import Program
 
 __all__ = ["codes_between_hosts", "definition_of", "has_codes", "rounds", "why_undefined"]
+
+CHANGE_BUCKETS = (events.SetFrozen, events.AddGroup)  # of gradients
 
 
 def definition_of(program: Program) -> type[ByPaper] | None:
@@ -35,7 +38,7 @@ def why_undefined(program: Program) -> str:
     compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
     codes = codes_between_hosts(program)
     sent = _sent_by(compression) if not codes else strategy.paper(program.ranks)
-    has_buckets = codes or len(program.layers) == 1 or (cap == "1" and not sent.of_chunks)
+    has_buckets = codes or len(program.layers) == 1 or cap == "1"
     compresses = not isinstance(sent, Synchronous) and (has_buckets or not sent.of_buckets)
     reduces = compresses or options.get("op") is mpisgd.Adasum
     if not (is_local or reduces):
@@ -47,6 +50,11 @@ def why_undefined(program: Program) -> str:
         return why
     if is_local and sent.of_buckets and cap not in ("", "1"):
         return "what is drawn depends on the buckets"
+    warms_up = getattr(strategy, "warmup_steps", 0) > 0
+    if warms_up and sent.of_buckets and not has_buckets:
+        return "what is drawn in a warm-up depends on the order in which backward has had gradients"
+    if _loses_what_leads(program, compression) and (sent.counts or isinstance(sent, PowerSGD)):
+        return "what the first ranks of hosts have alike no other rank has, nor another number of them gets"
     keeps_nothing = codes and strategy.parameters is None
     if reduces and not is_local and not _reduces_once(program, keeps_nothing=keeps_nothing):
         return "a step with several reductions, or with none"
@@ -54,11 +62,11 @@ def why_undefined(program: Program) -> str:
         return "among equals it chooses whichever it likes"
     if program.exact and codes and program.is_uneven:
         return "what is weighted may be as near to one multiple of a scale as to the next"
-    regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
-    if sent.counts and regroups:
+    # Where ranks average parameters, what is frozen stays in its bucket, and what is added comes into one.
+    regrouping = () if is_local and cap != "1" else (events.AddGroup,) if is_local else CHANGE_BUCKETS
+    regroups = any(isinstance(event, regrouping) for event in program.events)
+    if (sent.counts or getattr(sent, "T", 0) > 0) and regroups:
         return "what signs zeros have, and what is drawn, depends on how many reductions a bucket had"
-    if is_local and sent.counts and any(layer.frozen for layer in program.layers):
-        return "whether what is frozen lies in a bucket of the others decides what is drawn for these"
     moves = any(isinstance(event, events.Convert) for event in program.events)
     if sent.of_memory and (moves or any(layer.transposed for layer in program.layers)):
         return "it approximates, draws for or cuts what lies in memory"
@@ -66,6 +74,12 @@ def why_undefined(program: Program) -> str:
     if rounds(program) and dtypes - {"", "float64"}:
         return "it rounds what a narrow dtype has rounded"
     return ""
+
+
+def _loses_what_leads(program: Program, compression: mpisgd.Compressor | None) -> bool:
+    """Return whether what only the first ranks of hosts have is lost, as another one's state is taken."""
+    is_sent = any(isinstance(event, events.Broadcast) for event in program.events)
+    return isinstance(compression, mpisgd.compress.PerHost) and (is_sent or program.is_resized)
 
 
 def rounds(program: Program) -> bool:
@@ -105,14 +119,17 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     added = any(isinstance(event, events.AddGroup) for event in program.events)
     has_empty = any(0 in layer.shape for layer in program.layers)
     if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
-        return "the paper's fragments are those of the beginning, and all have elements"
+        kinds = [type(event) for event in program.events]
+        if has_empty or events.AddGroup in kinds[: kinds.index(events.Step)]:
+            return "the paper's fragments are those of the beginning, and all have elements"
     closures = any(getattr(event, "closure", ()) for event in program.events)
     warms_up = getattr(strategy, "warmup_steps", 0)
     looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
     if warms_up and (program.scaler or looks):
         return "something looks at gradients that are reduced by then"
     try:
-        paper_among(program, program.ranks)
+        for place in range(len(program.optimizers)):
+            paper_among(program, program.ranks, place)
     except mpisgd.InvalidArgument as exc:
         return str(exc).partition(" [mpisgd:")[0]
     return ""
