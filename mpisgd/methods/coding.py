@@ -129,7 +129,7 @@ class Coded:
         yield Free("compression", scratch + (1 + degree) * nbytes)
 
     def kept_bytes(self, bucket: Bucket, world: World) -> float:
-        """Return what its reducer keeps of a bucket."""
+        """Return the bytes that its reducer keeps of a bucket."""
         if not self.changes(bucket.itemsize):
             return 0.0
         if self.coding.kept is not None:
@@ -146,7 +146,7 @@ def _layout(bucket: Bucket) -> BucketLayout:
 
 @lru_cache(maxsize=4096)
 def _sent_bytes(compressor: Compressor, layout: BucketLayout, size: int, step: int) -> int:
-    """Return what each of `size` ranks sends of a bucket in a step."""
+    """Return the bytes that each of `size` ranks sends of a bucket in a step."""
     reducer = compressor.reducer(layout)
     reducer.load_state_dict({**reducer.state_dict(), "steps": max(0, step - 1)})
     return reducer.bytes_on_the_wire(size)

@@ -132,7 +132,7 @@ class Residual:
 
 
 def compressed(s: Residual, g: Vecs, w: World, send: Callable[[int, Vec], Vec]) -> tuple[Residual, Vecs]:
-    """Return what each rank sends, with error feedback (Seide 2014; Vogels 2019, algorithm 2).
+    """Return each rank's message, with error feedback (Seide 2014; Vogels 2019, algorithm 2).
 
         m_i = g_i + e_i;   s_i = C(m_i);   e_i = m_i - s_i
 
@@ -158,7 +158,7 @@ class Compressor(Paper[Residual]):
     feedback: bool = True
 
     def C(self, v: Vec, w: World, draw: Draws) -> Vec:
-        """Return what arrives where a rank sends v."""
+        """Return the value of v after it was sent."""
         raise NotImplementedError
 
     def reduce(self, s: Residual, g: Vecs, w: World) -> tuple[Residual, Vecs]:
@@ -207,7 +207,7 @@ class TwoStepCompressor(Paper[Errors]):
     feedback: bool = True
 
     def of_piece(self, v: Tensor) -> Tensor:
-        """Return what arrives of a piece."""
+        """Return the value of a piece after it was sent."""
         raise NotImplementedError
 
     def reduce(self, s: Errors, g: Vecs, w: World) -> tuple[Errors, Vecs]:
@@ -232,7 +232,7 @@ class TwoStepCompressor(Paper[Errors]):
         return {i: [(b, of_all[place]) for b, of_all in chunks.items()] for place, i in enumerate(w.ranks)}
 
     def C(self, v: Vec, w: World) -> Vec:
-        """Return what arrives of v."""
+        """Return the value of v after it was sent."""
         out = v.each(lambda tensor: torch.full((tensor.numel(),), math.nan, dtype=tensor.dtype))
         for piece in [each for owned in self._owned(w).values() for _, pieces in owned for each in pieces]:
             if piece.name in v:

@@ -247,7 +247,7 @@ class Wire(Protocol):
         """Yield what becomes of a bucket's message to neighbours, who add up what it stands for."""
 
     def kept_bytes(self, bucket: Bucket, world: "World") -> float:
-        """Return what it keeps of a bucket from step to step."""
+        """Return the bytes that it keeps of a bucket from step to step."""
 
 
 class World(NamedTuple):

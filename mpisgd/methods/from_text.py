@@ -185,7 +185,7 @@ def _named(name: str) -> Any:
 
 
 def _nested(name: str) -> type | None:
-    """Return what may be called as an argument: `Offload`, and the compressors; None for anything else."""
+    """Return the class that may be called as an argument: `Offload`, or a compressor; None for others."""
     from mpisgd import compress
 
     if name == "Offload":

@@ -50,7 +50,7 @@ class Vec(dict[str, Tensor]):
         return Vec({name: function(tensor) for name, tensor in self.items()})
 
     def only(self, names: Iterable[str]) -> "Vec":
-        """Return what it has of these names."""
+        """Return its tensors of these names."""
         return Vec({name: self[name] for name in names if name in self})
 
     def nonzero(self) -> "Vec":
@@ -58,7 +58,7 @@ class Vec(dict[str, Tensor]):
         return self.each(lambda tensor: (tensor != 0).to(tensor.dtype))
 
     def without(self, names: Iterable[str]) -> "Vec":
-        """Return what it has of others."""
+        """Return its tensors of other names."""
         return Vec({name: tensor for name, tensor in self.items() if name not in names})
 
     def __or__(self, other: "Vec") -> "Vec":  # type: ignore[override]
@@ -212,7 +212,7 @@ class Paper(Generic[S]):
     chooses: ClassVar[bool] = False
 
     def start(self, x: Vecs, w: World) -> S:
-        """Return what is kept before the first step; by default what the marks of `keeps` say, or nothing."""
+        """Return the state before the first step; by default as the marks of `keeps` say, or nothing."""
         if self.keeps is None:
             return None  # type: ignore[return-value]  # S is None
         begun: dict[str, Any] = {}

@@ -39,14 +39,14 @@ class Memory:
 
 
 def peak_memory(method: MethodCost, sizes: Sizes, world: World) -> Memory:
-    """Return what a rank keeps at most in the steps that stand for all."""
+    """Return the peak memory of a rank in the steps that stand for all, in bytes."""
     first, length = method.cycle(world)
     steps = (0, *range(first + 1, first + length + 1))
     return peak_of(op for step in steps for op in method.cost(sizes, world, step))
 
 
 def peak_of(ops: Iterable[Op]) -> Memory:
-    """Return what a rank keeps at most in these operations."""
+    """Return the peak memory of a rank in these operations, in bytes."""
     now = peak = Memory()
     for op in ops:
         if isinstance(op, (Alloc, Free)):

@@ -183,7 +183,7 @@ class DeviceParts:
         return out
 
     def _cut(self, slice_: Tensor, owner: int) -> list[Tensor]:
-        """Return what the rooms of an owner are in a slice."""
+        """Return the memory of an owner in a slice."""
         sizes = [room.numel() for room in self._rooms[owner]]
         return cut_by(slice_[: sum(sizes)], sizes)
 

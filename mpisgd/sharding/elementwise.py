@@ -70,7 +70,7 @@ def counts_on_device(options: Mapping[str, Any]) -> bool:
 
 
 def single_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
-    """Return what updates the parameters of an optimizer's groups, without hooks; under `torch.no_grad()`.
+    """Return the step of an optimizer's groups, without hooks; to be called under `torch.no_grad()`.
 
     Of a known elementwise one, which keeps nothing but the state of each parameter: it may be called for one
     piece after another. torch wraps it twice, for hooks and for its mode of gradients; for small pieces that

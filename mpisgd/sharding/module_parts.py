@@ -18,7 +18,7 @@ EXTRA = "_extra_state"  # torch's name for what a module keeps besides tensors
 
 
 def needed_parts_of(model: nn.Module, group: Group) -> dict[str, NeededPart] | None:
-    """Return what this rank needs of a model's `state_dict`, by name; None: all of it.
+    """Return the parts that this rank needs of a model's `state_dict`, by name; None: all of it.
 
     Of parameters in files that is what lies in this rank's; of those of which a host has one copy everything
     on its first rank, and nothing on the others. What is not in the result all ranks need.
@@ -57,7 +57,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def tensors_of(model: nn.Module, needed: Mapping[str, NeededPart]) -> dict[str, Any]:
-    """Return what `model.state_dict()` has; parameters in files have their shapes and no memory."""
+    """As `model.state_dict()`; parameters in files have their shapes and no memory."""
     if streamed_parameters_of(list(model.parameters())) is None:
         return model.state_dict()
     found: dict[str, Any] = {name: torch.empty(()).expand(part.layout.shape) for name, part in needed.items()}

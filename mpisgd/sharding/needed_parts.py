@@ -29,7 +29,7 @@ class NeededPart(NamedTuple):
 
     @classmethod
     def by_members(cls, layout: Layout, members: Sequence[Member]) -> "NeededPart":
-        """Return what is needed by whoever has these parts of a parameter; they are in order."""
+        """Return the needed parts of a rank that has these parts of a parameter; they are in order."""
         return cls(layout, tuple((member.first, member.numel) for member in members))
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, empty: Allocate) -> "LoadedPart | Tensor":
@@ -40,7 +40,7 @@ class NeededPart(NamedTuple):
         return LoadedPart(self, torch.Size(shape), empty((numel,), dtype))
 
     def of(self, tensor: Tensor) -> list[Tensor]:
-        """Return what is needed of a tensor, run by run; see `in_room`."""
+        """Return the needed elements of a tensor, run by run; see `in_room`."""
         if not self.runs:
             return []
         if not self._is_cut(tensor.shape):

@@ -114,7 +114,7 @@ class PieceStates:
             self.cut(self.join(parts), others)
 
     def mine(self, read: Callable[[Tensor], Entries]) -> list[PieceState]:
-        """Return what the optimizer keeps for the pieces of this rank, masters included, in host memory.
+        """Return the bytes of the state of this rank's pieces, masters included, in host memory.
 
         Args:
             read: returns the entries of a piece's tensor, {} where there are none.
@@ -155,7 +155,7 @@ class PieceStates:
             return self.join(everyones)
 
     def _mine_now(self, wholes: Mapping[int, Entries] | None = None) -> list[PieceState]:
-        """Return what is kept for the pieces of this rank, or their part of `wholes`. Collective."""
+        """Return the states of this rank's pieces, or their parts of `wholes`. Collective."""
         with self.state.shared_errors(self._group):
             mine = self.mine(self.state.read) if wholes is None else self._mine_of(wholes)
             self.state.end_step()
@@ -190,7 +190,7 @@ class PieceStates:
         self.state.update(others or {})
 
     def wholes_in(self, state: Mapping[Any, Any]) -> dict[int, Entries]:
-        """Return what an optimizer has as the states of parameters, by the places of these."""
+        """Return the states of parameters that an optimizer has, by their places."""
         return {index: state[param] for index, param in enumerate(self.params) if param in state}
 
     def take_over(self, state: MutableMapping[Any, Any]) -> None:
@@ -214,13 +214,13 @@ class PieceStates:
         self.where = self.where.to(StatePlace.WHOLE)
 
     def needed_parts(self) -> dict[int, NeededPart]:
-        """Return what this rank needs of the state of each parameter that is loaded."""
+        """Return the parts that this rank needs of each parameter's state that is loaded."""
         pieces, layouts = self.parameters.pieces, self.parameters.layouts
         runs = runs_of(member for piece in pieces for member in piece.members)
         return {i: NeededPart.by_members(layout, runs.get(i, ())) for i, layout in enumerate(layouts)}
 
     def lend(self) -> StateStore:
-        """Return what the optimizer is to have as its state during a step; see `take_back`."""
+        """Return the state that the optimizer is given during a step; see `take_back`."""
         self.where = self.where.to(StatePlace.STEP)
         return self.state
 
@@ -353,7 +353,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _what_is_kept(entries: Entries | None, shape: Any) -> str:
-    """Return what two parameters must have in common to be updated as one."""
+    """Return a key that parameters which are updated as one have in common."""
     if entries is None:
         return "none"
     cut = sorted(k for k, v in entries.items() if is_elementwise_entry(k, v, shape))

@@ -161,7 +161,7 @@ class SharedParameters(DividedParameters):
 
 
 def needed_of_shared(params: Sequence[Tensor], group: Group) -> dict[Tensor, NeededPart]:
-    """Return what this rank needs of values that are loaded into parameters of which a host has one copy.
+    """Return the parts that this rank needs of values for parameters of which a host has one copy.
 
     Everything on the first rank of a host, nothing on the others. Other parameters are not in the result; it
     is empty if others share than those of `group`, or if a parameter is not where they share it any more.

@@ -94,7 +94,7 @@ def to_owners(
 
 
 def all_gather_outlines(mine: Any, owners: Owners) -> list[Any]:
-    """Return what each owner tells of its states, without their tensors. Collective."""
+    """Gather the outlines of each owner's states, without their tensors. Collective."""
     outlines: list[Any] = []
     operation = _operation("outline")
     owners.group.queue.run(operation, lambda: outlines.extend(owners.all_gather_object(mine)))
@@ -135,7 +135,7 @@ def _end(member: Member) -> int:
 
 
 def _cut(state: PieceState, runs: Sequence[Member]) -> list[PieceState]:
-    """Return what lies in runs of a state; that of a whole parameter stays whole."""
+    """Return the elements of runs of a state; that of a whole parameter stays whole."""
     if not state.cut:
         return [state] if runs else []
     param, start, _, _ = state.member

@@ -52,7 +52,7 @@ def declares_work(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def work_of(optimizer: torch.optim.Optimizer) -> UpdateWork:
-    """Return what tells how much an update of a parameter as a whole takes; None: that is not known."""
+    """Return a function that tells the work of a parameter's update as a whole; None: that is not known."""
     if declares_work(optimizer):
         declared: UpdateWork = optimizer.whole_update_work  # type: ignore[attr-defined]
         return declared

@@ -50,7 +50,7 @@ class AdaptiveSum(Compressor):
         return Traits(is_additive=False, replaces_op="Adasum")
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
-        """Return what combines the gradients of a bucket, each by itself."""
+        """Return a reducer that combines the gradients of a bucket, each by itself."""
         return _AdasumReducer(layout)
 
     def coding(self) -> Coding:

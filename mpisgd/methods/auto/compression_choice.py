@@ -74,7 +74,7 @@ class Trial:
         self._scale = self.nbytes / max(1, sum(tensor.nbytes for tensor in self._sample))
 
     def seconds(self, compressor: Compressor) -> float:
-        """Return what a reduction of all gradients takes on the slowest rank, alike on all. Collective.
+        """Return the seconds of a reduction of all gradients on the slowest rank, alike on all. Collective.
 
         Raises:
             UnsupportedOp, UnsupportedTensor: the compressor cannot be used for these gradients here.

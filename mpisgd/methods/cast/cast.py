@@ -59,7 +59,7 @@ class Cast(Compressor):
         return self.dtype if self.dtype is not None and self.changes(dtype) else dtype
 
     def compress(self, flat: Tensor) -> Tensor:
-        """Return what travels instead of `flat`: `flat` itself, or a new tensor."""
+        """Return the tensor that is sent for `flat`: `flat` itself, or a new one."""
         return flat.to(self.dtype) if self.changes(flat.dtype) else flat
 
     def decompress(self, wire: Tensor, flat: Tensor) -> None:
@@ -68,7 +68,7 @@ class Cast(Compressor):
             flat.copy_(wire)
 
     def reducer(self, layout: BucketLayout) -> "CastReducer":
-        """Return what casts a bucket, sums it and casts it back."""
+        """Return a reducer that casts a bucket, sums it and casts it back."""
         return CastReducer(self, layout)
 
     def coding(self) -> Coding:

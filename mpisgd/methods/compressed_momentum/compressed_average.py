@@ -45,7 +45,7 @@ class CompressedAverage:
                 tensor.copy_(part.view(tensor.shape))
 
     def _exchange_at(self, place: int, lengths: Sequence[int], flat: Tensor, group: Group) -> TwoStepExchange:
-        """Return what averages tensors of these lengths, without errors if there were other ones before."""
+        """Return the average of tensors of these lengths, without errors if there were others before."""
         if place < len(self._exchanges) and self._exchanges[place].lengths == tuple(lengths):
             return self._exchanges[place]
         del self._exchanges[place:]

@@ -183,7 +183,7 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         )
 
     def _new_state_of_method(self) -> Any:
-        """Return what is kept beside the state of parameters, before the first step; see `method_state`.
+        """Return the state beside that of parameters, as before the first step; see `method_state`.
 
         None: nothing.
         """

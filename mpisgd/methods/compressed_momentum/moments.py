@@ -96,7 +96,7 @@ class TrainedParameters(torch.optim.Optimizer):
 def adam_defaults(
     kind: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> dict[str, Any]:
-    """Return what parameter groups have by default, once it makes sense."""
+    """Check the defaults of parameter groups, and return them."""
     check_positive(kind, "eps", eps)
     for what, value in (("lr", lr), ("weight_decay", weight_decay)):
         if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):

@@ -59,7 +59,7 @@ def _fragments(sizes: Sizes, count: int) -> list[Sizes]:
 
 
 def _within(buckets: tuple[Bucket, ...], part: list[Parameter]) -> tuple[Bucket, ...]:
-    """Return what buckets have of a part."""
+    """Return the elements of a part in each bucket."""
     inside = set(part)
     cut = [each._replace(parameters=tuple(p for p in each.parameters if p in inside)) for each in buckets]
     return tuple(each for each in cut if each.parameters)

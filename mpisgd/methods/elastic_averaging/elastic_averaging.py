@@ -175,7 +175,7 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         all_reduce_coalesced(self.buffers, ReduceOp.AVG, group)
 
     def _change(self, key: str, param: Tensor) -> Tensor:
-        """Return what a parameter has changed by since the last exchange, which is now."""
+        """Return the change of a parameter since the last exchange, and begin the next one here."""
         last, arrived = self.state.last[key], self.state.arrived[key]
         follow([last, arrived], [param, param], "ElasticAveraging")
         change: Tensor = param - last

@@ -50,7 +50,7 @@ def _is_elementwise(name: str, value: Any, param: Tensor) -> bool:
 
 
 def _outline(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """Return what others need to have such a state: a dtype for what is averaged, the rest as it is."""
+    """Return an outline of a state, to make one: a dtype for what is averaged, the rest as it is."""
     return {
         name: value.dtype if _is_elementwise(name, value, param) else value for name, value in state.items()
     }

@@ -273,7 +273,7 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         mean_in_place([*self.buffers, *self._inner_state(group)], counts, group)
 
     def _inner_state(self, group: Group) -> list[Tensor]:
-        """Return what is averaged of the wrapped optimizer's state, the same of all ranks. Collective."""
+        """Return the tensors of the optimizer's state that are averaged, alike on all ranks. Collective."""
         if not self._strategy.average_state:
             return []
         return complete_states(self.training.optimizer, self.training.params, group)

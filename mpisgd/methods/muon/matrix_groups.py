@@ -184,7 +184,7 @@ def check_rate(kind: str, what: str, value: Any) -> None:
 def adamw_settings(
     kind: str, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> dict[str, Any]:
-    """Return what a group by AdamW has, once it makes sense.
+    """Check the options of a group by AdamW, and return them.
 
     Raises:
         InvalidArgument: it makes none.

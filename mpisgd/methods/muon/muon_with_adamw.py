@@ -90,11 +90,11 @@ class MuonWithAdamW(OptimizerByAlgorithm):
         super().__init__(by_algorithm(kind, params, MUON, adamw), {})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles have."""
+        """Return the state of copies and pickles."""
         return {**super().__getstate__(), "_of_algorithm": self._of_algorithm}
 
     def whole_update_work(self, param: Tensor, options: Mapping[str, Any]) -> float | None:
-        """Return what the update of a matrix takes; None: each element is updated by itself.
+        """Return the work of a matrix's update; None: each element is updated by itself.
 
         Args:
             param: a parameter.
@@ -115,7 +115,7 @@ class MuonWithAdamW(OptimizerByAlgorithm):
 
 
 def _muon_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group by Muon has; torch says what makes no sense."""
+    """Return the options of a group by Muon; torch refuses those that make no sense."""
     if not hasattr(torch.optim, "Muon"):
         raise UnsupportedTorch(f"MuonWithAdamW: torch {torch.__version__} has no Muon; expected 2.9 or later")
     (group,) = torch.optim.Muon([torch.zeros(1, 1, requires_grad=True)], **settings).param_groups

@@ -311,7 +311,7 @@ def _standing_in(
 
 @torch.no_grad()
 def _schemas(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[Schema]:
-    """Return what tensors there are of each parameter: found out by a step on zeros.
+    """Return the tensors that the state of each parameter has: found out by a step on zeros.
 
     Raises:
         InvalidArgument: the optimizer keeps something else than tensors for a parameter.

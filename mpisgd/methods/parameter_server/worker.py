@@ -178,7 +178,7 @@ class Worker(Synchronizer, abc.ABC):
         self.pull()
 
     def counters(self) -> Counters:
-        """Return what all ranks have counted, clocks first: they can only look too old."""
+        """Return the counts of all ranks, clocks first: they can only look too old."""
         ranks = self.training.group.ranks
         clocks = [self._clocks.of(rank)[CLOCK] for rank in ranks]
         pushed = [self._clocks.of(rank)[PUSHED] for rank in ranks]

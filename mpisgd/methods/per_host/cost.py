@@ -55,5 +55,5 @@ class PerHostWire:
         raise InvalidArgument("plan: PerHost is no compressor of messages to neighbours")
 
     def kept_bytes(self, bucket: Bucket, world: World) -> float:
-        """Return what the first rank of a host keeps."""
+        """Return the bytes that the first rank of a host keeps."""
         return self.inner.kept_bytes(bucket, world)

@@ -134,12 +134,12 @@ class PerHostReducer(BucketReducer):
         self.is_fresh = False
 
     def bytes_on_the_wire(self, size: int) -> int:
-        """Return what the first rank of each host sends to other hosts, as far as the hosts are known."""
+        """Return the bytes that each host's first rank sends to others, as far as the hosts are known."""
         hosts = self._num_hosts or size
         return self._inner.bytes_on_the_wire(hosts) if hosts > 1 else 0
 
     def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return what the other reducer says."""
+        """As the other reducer."""
         return self._inner.kept_apart(start, stop)
 
 

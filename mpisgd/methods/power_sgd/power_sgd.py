@@ -264,7 +264,7 @@ class PowerSGDReducer(BucketReducer):
     # -- between steps ------------------------------------------------------------------------------
 
     def bytes_on_the_wire(self, size: int) -> int:
-        """Return what all-reduces of r n and of r m words send; in the warm-up, one of n m words."""
+        """Return the bytes of all-reduces of r n and of r m words; in the warm-up, of one of n m words."""
         itemsize = self._layout.dtype.itemsize
         compresses = self._compresses_next if self._was_compressed is None else self._was_compressed
         words = self._words if compresses else (self._layout.numel,)

@@ -131,5 +131,5 @@ class RandomKReducer(BucketReducer):
         self.state.steps += 1
 
     def bytes_on_the_wire(self, size: int) -> int:
-        """Return what an all-reduce of k words sends."""
+        """Return the bytes that an all-reduce of k words sends."""
         return self._sum.bytes_on_the_wire(size)

@@ -140,7 +140,7 @@ class OptimizerState:
         self.of_pieces.loaded()
 
     def needed_parts(self) -> dict[int, NeededPart] | None:
-        """Return what this rank needs of a state that is loaded; None: all of it."""
+        """Return the parts that this rank needs of a state that is loaded; None: all of it."""
         return self.of_pieces.needed_parts() if self._is_with_pieces else None
 
     def load_parts(self) -> None:

@@ -124,7 +124,7 @@ class _VoteReducer(_SignReducer):
         return 8 * -(-self._numel // (8 * size))
 
     def _count(self, votes: Tensor, chunk: int) -> Tensor:
-        """Return what the owner of a chunk tells everyone."""
+        """Return the signs that the owner of a chunk sends to everyone."""
         size = len(votes)
         total = torch.zeros(chunk, dtype=torch.int16 if size < 2**15 else torch.int32, device=votes.device)
         for row in votes:

@@ -42,7 +42,7 @@ class DividedState(defaultdict[Any, Any]):
         return has
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return what it has; refuse where it is asked for a parameter that it does not have."""
+        """Return its entry of a parameter; refuse where it has none."""
         has = key in self
         return self[key] if has else default
 

@@ -81,7 +81,7 @@ class ExampleCounts:
             self.since[name], self.taken[name] = self.steps, self.total
 
     def of_mean(self, name: str, group: Group) -> list[Count] | None:
-        """Return what all ranks have stepped with since a mean was last taken; None: all alike. Collective.
+        """Return the examples of all ranks since a mean was last taken; None: all alike. Collective.
 
         Raises:
             InvalidArgument: some of these steps had a number of examples, and others had none; on every rank.

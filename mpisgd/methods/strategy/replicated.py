@@ -50,7 +50,7 @@ class Replicated(Synchronizer):
 def reducer_of(
     training: Training, kept: CompressionState, destination: Destination | None = None
 ) -> GradientReducer:
-    """Return what reduces the gradients of all parameters.
+    """Return the reducer of the gradients of all parameters.
 
     Args:
         training: what it works on.

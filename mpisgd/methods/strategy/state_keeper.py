@@ -128,7 +128,7 @@ class StateKeeper:
     # -- save and load ------------------------------------------------------------------------------
 
     def entry(self) -> dict[str, Any]:
-        """Return what a state_dict has of the method: {} where nothing is kept."""
+        """Return the method's part of a state_dict: {} where nothing is kept."""
         if not self._keeps:
             return {}
         self._of.arrive()
@@ -203,5 +203,5 @@ class StateKeeper:
 
 
 def family(compressor: Compressor) -> str:
-    """Return what a compressor keeps its state as: its class, and that of one inside it."""
+    """Return the classes of a compressor's state: its own, and that of one inside it."""
     return type(compressor).__name__ + "".join(f"({family(each)})" for each in inner_of(compressor))

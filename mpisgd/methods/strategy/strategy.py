@@ -150,7 +150,7 @@ class Synchronizer:
         """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what the optimizer calls in place of the closure. Called before `before_step`."""
+        """Return the function that is called in place of the closure. Called before `before_step`."""
         return closure
 
     def after_step(self, num_steps: int) -> None:
@@ -240,7 +240,7 @@ class Synchronizer:
         self.is_fresh = True
 
     def needed_parts(self) -> Mapping[int, NeededPart] | None:
-        """Return what this rank needs of a state that is loaded, by the places of parameters.
+        """Return the parts that this rank needs of a state that is loaded, by the places of parameters.
 
         None: all of it.
         """

@@ -148,5 +148,5 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _reducer(tensors: Sequence[Tensor], options: ReductionOptions) -> BucketReducer:
-    """Return what reduces a bucket of `tensors`, which travels from the memory of the host."""
+    """Return the reducer of a bucket of `tensors`, which is sent from the memory of the host."""
     return options.compression.reducer(BucketLayout(tuple(t.shape for t in tensors), tensors[0].dtype))

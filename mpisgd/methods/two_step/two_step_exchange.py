@@ -181,7 +181,7 @@ class TwoStepExchange:
         return incoming
 
     def _answer(self, incoming: Tensor, sent: Tensor) -> Tensor:
-        """Return what the owner of this chunk sends to all; `sent` is its chunk, whose memory is free now."""
+        """Return the message of this chunk's owner to all; `sent` is its chunk, whose memory is free now."""
         rest = sent.zero_() if self.state is None else torch.zeros_like(sent)
         for row in incoming:
             rest += self._mine.decode(row)

@@ -47,7 +47,7 @@ class TwoStepReducer(BucketReducer):
         bucket.copy_(values.mul_(group.size) if op is ReduceOp.SUM else values)
 
     def bytes_on_the_wire(self, size: int) -> int:
-        """Return what `TwoStepExchange` sends."""
+        """Return the bytes that `TwoStepExchange` sends."""
         dtype = wide_dtype(self._layout.dtype)
         return TwoStepExchange.bytes_on_the_wire(self._lengths, dtype, size, self._code)
 

@@ -84,13 +84,13 @@ def offload_parameters(
 
 
 def streamed_parameters_of(params: Sequence[Tensor]) -> StreamedParameters | None:
-    """Return what has moved these parameters to files; None if nothing has."""
+    """Return the object that has moved these parameters to files; None if there is none."""
     found = {getattr(param, "_mpisgd_streamed", None) for param in params}
     return found.pop() if len(found) == 1 else None
 
 
 def without_streamed(name: str, named: Sequence[tuple[str, Any]], group: Group) -> list[tuple[str, Any]]:
-    """Return what has memory: parameters in files are one model, of which each rank has its part.
+    """Return the modules with parameters in memory: those in files are one model, which the ranks divide.
 
     So they are the same on all ranks of the group that they were moved with, and need not be sent or
     compared.

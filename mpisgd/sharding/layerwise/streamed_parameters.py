@@ -97,7 +97,7 @@ class StreamedParameters:
             self.values.end_step()
 
     def needed_parts(self) -> dict[Tensor, NeededPart]:
-        """Return what this rank needs of values that are loaded, by parameter; see `load_parts`."""
+        """Return the parts that this rank needs of values that are loaded, by parameter; see `load_parts`."""
         found = {}
         for unit in self.units:
             runs = runs_of(member for chunk in unit.chunks for member in unit.members(chunk))

@@ -24,7 +24,7 @@ class _Placed(NamedTuple):
     start: int
 
     def part(self, chunk: Tensor) -> Tensor:
-        """Return what belongs to the piece of the memory of a chunk."""
+        """Return the part of a chunk's memory that belongs to the piece."""
         return chunk[self.start : self.start + self.piece.members[0].numel]
 
 

@@ -126,7 +126,7 @@ def aligned_memory(nbytes: int) -> Tensor:
 
 
 def checksum_of(name: str | None) -> Checksum | None:
-    """Return what computes a checksum, by its name; None for none.
+    """Return the checksum of a name as a function; None for none.
 
     Args:
         name: `"crc32"`, about 1 GB/s or more, finds what goes wrong by chance; or one of hashlib's.

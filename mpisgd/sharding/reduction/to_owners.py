@@ -145,7 +145,7 @@ class ToOwners:
             self._states.take_along(lambda: self._parameters.keep_whole(indices))
 
     def _piece_reduction(self, plan: Plan) -> PieceReduction | None:
-        """Return what brings all gradients to the pieces at once, None where that cannot be."""
+        """Return the reduction of all gradients to pieces at once, None where there can be none."""
         launcher, memory = self._launcher, self._launcher.group.shared_memory
         compressed = any(launcher.options.compression.changes(param.dtype) for param in launcher.params)
         if memory is None or compressed or launcher.overlaps or not goes_in_pieces(plan):
@@ -312,7 +312,7 @@ class ToOwners:
         return self._piece_of(grads, piece)
 
     def sources(self) -> list[Tensor]:
-        """Return what the pieces' gradients are made from: those reduced here, and those of the program."""
+        """Return the sources of the pieces' gradients: those reduced here, and those of the program."""
         params, pieces = self._launcher.params, self._parameters.pieces
         stands = [param.grad is sharded for param, sharded in zip(params, self._sharded, strict=True)]
         reduced = [p.grad for p in pieces if p.grad is not None and any(stands[m.param] for m in p.members)]

@@ -25,7 +25,7 @@ def confirm(
     launcher: Sequence[str],
     cluster: Sequence[str] = (),
 ) -> list[Tried]:
-    """Return what became of methods in situations, on threads and by mpirun: "backends" where that differs.
+    """Return the outcomes of methods in situations, on threads and by mpirun: "backends" where they differ.
 
     Args:
         chosen: the methods.

@@ -99,7 +99,7 @@ def _filled(
 
 
 def _asked(program: Program) -> object:
-    """Return what it may depend on whether optimizers are refused."""
+    """Return the facts on which it depends whether optimizers are refused."""
     optimizers = [replace(optimizer, layers=()) for optimizer in program.optimizers]
     return optimizers, {(layer.kind, layer.dtype) for layer in program.layers}
 

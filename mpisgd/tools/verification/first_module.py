@@ -127,7 +127,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def record_step(model: nn.Module, loss: Loss, batch: Batch) -> Recording:
-    """Return what one process computes in a step, without the update."""
+    """Return the outputs and gradients of modules in a step of one process, without the update."""
     recording = Recording()
     with record(model, recording):
         value = loss(model, batch)

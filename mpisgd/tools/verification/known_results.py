@@ -57,7 +57,7 @@ class KnownResults:
         return len(self._known)
 
     def run(self, program: Program, run: Callable[[Program], Verdict]) -> Verdict:
-        """Return what became of a program, or becomes of it now; without the bits.
+        """Return the outcome of a program, known or found now; without the bits.
 
         Raises:
             OutOfTime: it is not known, and the time is over.

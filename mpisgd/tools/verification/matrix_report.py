@@ -32,7 +32,7 @@ def kind_of(method: str) -> str:
 
 
 def outcomes(found: Iterable[Tried]) -> dict[str, dict[str, str]]:
-    """Return what became of each kind of method in each situation: a word of `ORDER`."""
+    """Return the outcome of each kind of method in each situation: a word of `ORDER`."""
     places: dict[str, dict[str, str]] = {}
     for tried in found:
         word = word_of(tried)

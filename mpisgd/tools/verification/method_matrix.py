@@ -176,7 +176,7 @@ def try_in(
     run: Run,
     divisions: Sequence[Division] = DIVISIONS,
 ) -> Tried:
-    """Return what becomes of a method in some situations together; see `program_of`."""
+    """Return the outcome of a method in some situations together; see `program_of`."""
     names = tuple(situation.name for situation in situations)
     program, why = program_of(row, situations, number, divisions)
     if program is None:

@@ -38,7 +38,7 @@ class Reference(NamedTuple):
     flaw: str = ""
 
     def of_rank(self, rank: int) -> Tensor:
-        """Return what a rank must have, [steps, numel]."""
+        """Return the parameters that a rank must have, [steps, numel]."""
         return self.expected if self.expected.dim() == 2 else self.expected[rank]
 
     def allowed(self, start: Tensor) -> Tensor:

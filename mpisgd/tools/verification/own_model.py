@@ -228,7 +228,7 @@ def _is_random(problem: Problem) -> bool:
 
 
 def _as_on_rank_0(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return what makes models with rank 0's first values. Collective."""
+    """Return a function that makes models with rank 0's first values. Collective."""
     first = make_model()
     mpisgd.broadcast_parameters(first)
     state = first.state_dict()
@@ -258,7 +258,7 @@ def _checked(batches: Iterable[Batch]) -> list[Batch]:
 def _reference(
     strategy: Strategy, definition: Strategy | None, make_optimizer: MakeOptimizer, options: dict[str, Any]
 ) -> Callable[[Problem], Reference]:
-    """Return what makes that of a strategy, or of the definition that the user names."""
+    """Return a function that makes the reference of a strategy, or of the definition that the user names."""
     compression = options.get("compression")
     is_compressed = isinstance(compression, Compressor) and compression != mpisgd.Compression.none
     if is_compressed and definition is None:

@@ -67,7 +67,7 @@ def _column(cell: Cell) -> str:
 
 
 def _text(cells: Sequence[Cell]) -> Text:
-    """Return what stands in a place: a number for each dtype, or what was found of the sabotages."""
+    """Return the text of a cell: a number for each dtype, or the sabotages that were found."""
     if any(cell.sabotage != Sabotage.NONE.value for cell in cells):
         return _sabotages(cells)
     return Text(" ").join(map(_number, cells))

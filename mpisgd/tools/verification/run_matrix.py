@@ -72,7 +72,7 @@ def run_matrix(
     sabotage: bool = False,
     results: Results | None = None,
 ) -> Matrix:
-    """Return what became of methods in situations, on all cores.
+    """Return the outcomes of methods in situations, on all cores.
 
     Args:
         chosen: the methods.

@@ -87,7 +87,7 @@ class Asynchronous(Mixer):
         self._averaging = averaging
 
     def _covered(self) -> list[Tensor]:
-        """Return what x is a copy of, as it is now: also frozen parameters, which may be trained later."""
+        """Return the parameters that x is a copy of: also frozen ones, which may be trained later."""
         tensors = self.replica()
         return [tensors[key] for key in self._keys]
 

@@ -19,7 +19,7 @@ LR, MU, DECAY, FRACTION, EPS = 0.01, 0.9, 0.1, 0.5, 1e-4  # an epsilon that keep
 
 
 def rest_by_adamw(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return what updates all but the matrices."""
+    """Return the optimizer of all but the matrices."""
     rest = [param for param in params if param.dim() != 2]
     return torch.optim.AdamW(rest, LR, (0.9, 0.95), EPS, DECAY)
 

@@ -31,7 +31,7 @@ class BothBackends:
 
 
 def compared(threads: Verdict, mpirun: Verdict) -> Verdict:
-    """Return what became of a program from what became of it on each backend."""
+    """Return the outcome of a program from its outcomes on each backend."""
     if threads.kind != mpirun.kind:
         text = f"threads: {threads.kind}: {threads.text}\nmpirun: {mpirun.kind}: {mpirun.text}"
         return Verdict("backends", text, mpirun.is_healthy)

@@ -40,7 +40,7 @@ def averages_gradients(optimizer: Optimizer) -> bool:
 
 
 def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what the paper depends on of what `DistributedOptimizer` is asked for."""
+    """Return the options of `DistributedOptimizer` that the paper depends on."""
     return {name: evaluated(text) for name, text in optimizer.options if name in OPTIONS}
 
 

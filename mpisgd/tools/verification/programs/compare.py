@@ -127,7 +127,7 @@ def difference(program: Program, run: Run, reference: Run) -> str:
 
 
 def _limits(reference: Run) -> dict[int, float]:
-    """Return what no event may be off by, whatever the drift: a hundredth of what it moved.
+    """Return the most that an event may be off by, whatever the drift: a hundredth of what it moved.
 
     Where it moved nothing, or as much as a mean of equal numbers does, that is what the last one allows that
     did.
@@ -172,7 +172,7 @@ def _state_off(mine: dict[int, Any], right: dict[int, Any], allowed: float) -> s
 
 
 def _tensors(entry: Any) -> list[Tensor]:
-    """Return what is in an entry of a state: most are a number or a tensor, and LBFGS has lists of them."""
+    """Return the numbers and tensors of an entry of a state; LBFGS has lists of them."""
     if isinstance(entry, (list, tuple)):
         return [tensor for each in entry for tensor in _tensors(each)]
     return [torch.zeros(0) if entry is None else torch.as_tensor(entry)]
@@ -219,7 +219,7 @@ def last(run: Run) -> list[Tensor]:
 
 
 def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool, may_be_refused: bool = True) -> Verdict:
-    """Return what became of a program.
+    """Return the outcome of a program.
 
     Args:
         outcomes: of all ranks.

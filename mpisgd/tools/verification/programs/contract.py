@@ -67,7 +67,7 @@ def violation(program: Program) -> str:
 
 
 def _impossible(program: Program) -> str:
-    """Return what does not go together, whatever happens."""
+    """Return the reasons why a program is refused, whatever happens."""
     names = {optimizer.name for optimizer in program.optimizers}
     if names & {*ONE_BIT, "LBFGS"} and (len(program.optimizers) > 1 or program.scaler):
         return "an optimizer that is alone, and without a scaler"

@@ -63,7 +63,7 @@ class DistributedTraining(Training):
         return group_of(self.program)
 
     def weight_of(self, program: Program) -> float:
-        """Return what the loss of a rank counts, so that the ranks' come to their sum."""
+        """Return the factor of a rank's loss by which those of all ranks come to their sum."""
         return 1.0 if program.optimizers[0].sums else float(self._num_ranks)
 
     @property

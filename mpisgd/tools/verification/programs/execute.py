@@ -120,7 +120,7 @@ def execute(program: Program, sabotage: Sabotage = Sabotage.NONE) -> Run:
 
 
 def references_of(program: Program) -> list[Run]:
-    """Return what each rank must come to, computed in this process alone, once for all of them.
+    """Return the expected results of each rank, computed in this process alone, once for all of them.
 
     Args:
         program: one that `has_reference`.

@@ -110,7 +110,7 @@ class _Job:
             self._connection = _accept(listener, self._process, self._said)
 
     def run(self, program: Program, limit_s: float) -> Verdict:
-        """Return what became of a program."""
+        """Return the outcome of a program."""
         self._connection.send(repr(program))
         try:
             if self._connection.poll(limit_s):

@@ -20,7 +20,7 @@ CHANGE_BUCKETS = (events.SetFrozen, events.AddGroup)  # of gradients
 
 
 def definition_of(program: Program) -> type[ByPaper] | None:
-    """Return what makes the definition of a program's method; None: it has none here."""
+    """Return a function that makes the definition of a program's method; None: it has none here."""
     return None if why_undefined(program) else ByPaper
 
 

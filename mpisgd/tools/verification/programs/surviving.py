@@ -161,7 +161,7 @@ class _ElasticTraining(DistributedTraining):
 
 
 def references_after(program: Program, resumptions: Sequence[Resumption]) -> Sequence[Run | None]:
-    """Return what one process computes for each rank that goes on with fewer ranks, Nones: there is no such.
+    """Return the results of one process for each rank that goes on with fewer ranks, Nones: there is none.
 
     Args:
         program: with losses.

@@ -71,7 +71,7 @@ class ThreadsBackend:
 
 
 def _survivors(program: Program, seed: int) -> tuple[list[Any], dict[int, Survived]]:
-    """Return what each rank returns, and what those have seen that have come to their end."""
+    """Return the results of the ranks, and what those have seen that have come to their end."""
     seen: dict[int, Survived] = {}
 
     def body() -> None:

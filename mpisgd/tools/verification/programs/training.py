@@ -155,7 +155,7 @@ class Training:
         return torch.stack(exist).sum() * self.weight if exist else None
 
     def weighted(self, rank: int, loss: Tensor) -> Tensor:
-        """Return what the loss of a rank counts."""
+        """Return the weight of a rank's loss."""
         return loss
 
     @property

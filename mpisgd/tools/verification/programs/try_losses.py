@@ -28,7 +28,7 @@ def hosts_of(program: Program) -> list[range]:
 
 
 def conclude_after_losses(program: Program, outcomes: Sequence[Any], seen: Mapping[int, Survived]) -> Verdict:
-    """Return what became of a program.
+    """Return the outcome of a program.
 
     Args:
         program: with losses.

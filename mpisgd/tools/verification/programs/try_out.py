@@ -18,7 +18,7 @@ VARIANTS_EVERY = 6  # of the programs that have a reference
 
 
 def try_out(program: Program, rank: int, all_gather: Callable[[Outcome], list[Outcome]]) -> Verdict:
-    """Return what becomes of a program, the same on all ranks. Collective.
+    """Run a program, and return its outcome, the same on all ranks. Collective.
 
     Args:
         program: which is run.
@@ -32,12 +32,12 @@ def try_out(program: Program, rank: int, all_gather: Callable[[Outcome], list[Ou
 
 
 def references_or_none(program: Program) -> Sequence[Run | None]:
-    """Return what one process computes for each rank, Nones where there is nothing to compare with."""
+    """Return the results of one process for each rank, Nones where there is nothing to compare with."""
     return references_of(program) if has_reference(program) else [None] * program.ranks
 
 
 def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
-    """Return what became of a program, from what each of its ranks has seen."""
+    """Return the outcome of a program, from what each of its ranks has seen."""
     return judge(outcomes, ranks_agree=ranks_agree(program), may_be_refused=may_be_refused(program))
 
 
