@@ -12,6 +12,7 @@ Between hosts buckets are sent while backward computes further gradients, in the
     queue's thread      | [c d] .......... | [b] ............. | [a] ........... |
 """
 
+import hashlib
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.collectives.objects import all_gather_object
 from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner, owned_by
@@ -96,8 +98,20 @@ class GradientReducer(GradientSync):
         self._plan: Plan | None = None
         self._guard: ParameterGuard | None = None  # of the parameters as they were when the plan was made
         self._sparse = SparseGradients()
-        if self._destination.cover(self._launcher) and self.group.size > 1:
+        wants_plan = self._destination.cover(self._launcher) and self.group.size > 1
+        if wants_plan and self._ranks_cover_the_same():
             self._new_plan((), "before the first backward")
+
+    def _ranks_cover_the_same(self) -> bool:
+        """Return whether the same parameters can take part on all ranks now. Collective.
+
+        Where a rank was lost, some have frozen already what others have not: until they are where they were
+        when the state was committed, there is no plan.
+        """
+        everyones = [b""] * self.group.size
+        here = hashlib.blake2b(repr(self._coverable()).encode(), digest_size=16).digest()
+        all_gather_object(everyones, here, self.group)
+        return all(each == here for each in everyones)
 
     def set_weighted(self, weighted: bool) -> None:
         """See `GradientSync`; the next reduction makes a new plan. What compresses takes means as before."""

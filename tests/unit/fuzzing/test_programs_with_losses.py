@@ -22,6 +22,7 @@ from mpisgd.tools.verification.programs.program import (
     Optimizer,
     Program,
     Reload,
+    SetFrozen,
     Step,
     ZeroGrad,
     parse,
@@ -236,3 +237,18 @@ def test_two_optimizers_of_one_parameter_go_on_after_a_loss_in_their_reduction()
     events = (Backward((7,), skipped=(0,)), Lose((1,)), Step())
     each = Program(73007348, 3, 0, False, (Layer(shape=(1,)),), (sgd, sgd), events)
     assert run(each) in ("ok", "refused")
+
+
+# Seed 211857. What is sent during backward has a plan from the start, which ranks could not agree on after a
+# loss: some had frozen already what others had not.
+
+
+@pytest.mark.parametrize("options", [{}, {"share_parameters": "True"}], ids=str)
+def test_a_rank_is_lost_before_all_have_frozen_a_parameter(options):
+    sgd = Optimizer(
+        "SGD", (("lr", 0.25),), (0, 1), (("strategy", "mpisgd.Sharded(stage=2)"), *options.items())
+    )
+    events = (*STEP, Commit(), Lose((2,)), SetFrozen(1), *STEP)
+    layers = (Layer(shape=(1,)), Layer(shape=(1,)))
+    found = [run(Program(seed, 3, 1, True, layers, (sgd,), events)) for seed in range(211857, 211877)]
+    assert set(found) == {"ok"}
