@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from mpisgd.accelerator.runtime import on_device
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot, make_slot
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import DENSE
 from mpisgd.gradients.launcher import BucketLauncher
-from mpisgd.gradients.plan import BucketSlot, Plan, make_slot
 
 __all__ = ["Destination", "Everyone"]
 
@@ -44,7 +44,7 @@ class Destination(Protocol):
     def make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
         """Return where buckets travel from, and what reduces them. Collective."""
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: BucketPlan) -> None:
         """Take over a new plan. Collective."""
         return
 

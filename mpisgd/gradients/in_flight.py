@@ -8,9 +8,9 @@ from torch import Tensor
 from mpisgd.accelerator.gradient_streams import GradientStreams
 from mpisgd.core.work import Work
 from mpisgd.errors import MpisgdError
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.finite import LateMarks
 from mpisgd.gradients.kinds import KindsExchange
-from mpisgd.gradients.plan import BucketSlot, Plan
 
 __all__ = ["InFlightReduction"]
 
@@ -37,7 +37,7 @@ class InFlightReduction:
     """
 
     def __init__(
-        self, plan: Plan | None = None, when: str = "", *, in_background: bool = False, note: int = 0
+        self, plan: BucketPlan | None = None, when: str = "", *, in_background: bool = False, note: int = 0
     ) -> None:
         self.plan = plan
         self.note = note

@@ -15,12 +15,12 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import dtype_name
+from mpisgd.gradients.bucket_plan import BucketSlot
 from mpisgd.gradients.compression_state import Untouched
 from mpisgd.gradients.finite import LateMarks, mark_late, mark_nonfinite
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.plan import BucketSlot
 from mpisgd.gradients.weight import Weight
 from mpisgd.gradients.windows import windows_of
 from mpisgd.transport.device.device_work import DeviceWork

@@ -27,6 +27,7 @@ from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot, agree_on_plan, describe_covered
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.destination import Destination, Everyone
 from mpisgd.gradients.finite import are_finite, mark_late, raise_for
@@ -45,7 +46,6 @@ from mpisgd.gradients.last_reduction import LastReduction
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.parameter_guard import ParameterGuard
-from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered
 from mpisgd.gradients.sparse import SparseGradients
 from mpisgd.gradients.weight import Count, weight_of
 
@@ -95,7 +95,7 @@ class GradientReducer(GradientSync):
         # Autograd has a thread for each device; two may call `ready` at the same time.
         several = len({param.device for param in self.params}) > 1
         self._hooks_lock = threading.Lock() if several else None
-        self._plan: Plan | None = None
+        self._plan: BucketPlan | None = None
         self._guard: ParameterGuard | None = None  # of the parameters as they were when the plan was made
         self._sparse = SparseGradients()
         wants_plan = self._destination.cover(self._launcher) and self.group.size > 1
@@ -280,7 +280,7 @@ class GradientReducer(GradientSync):
                 weight.before(param.grad)
                 weight.after(param.grad)
 
-    def _still_holds(self, plan: Plan) -> bool:
+    def _still_holds(self, plan: BucketPlan) -> bool:
         if self.compression_state.order != self._planned_order:  # a state was loaded since
             return False
         if self._guard is not None and self._guard.holds(self.params):
@@ -291,7 +291,7 @@ class GradientReducer(GradientSync):
         exist = [i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None]
         return tuple(i for i in exist if i not in self._left_out) if self._left_out else tuple(exist)
 
-    def _new_plan(self, observed: Sequence[int], when: str) -> Plan:
+    def _new_plan(self, observed: Sequence[int], when: str) -> BucketPlan:
         covered, state = self._coverable(), self.compression_state
         order = self._destination.packing_order
         self._plan = agree_on_plan(

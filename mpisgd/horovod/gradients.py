@@ -28,13 +28,13 @@ from mpisgd import tracing
 from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.dtypes import dtype_name
+from mpisgd.gradients.bucket_plan import BucketPlan, item_of, plain_slot
 from mpisgd.gradients.bucketing import Bucket, plan_buckets
 from mpisgd.gradients.fusion_buffer import layout_of
 from mpisgd.gradients.hook_order import after_others
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.launcher import trace_contents
-from mpisgd.gradients.plan import Plan, item_of, plain_slot
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.horovod.compression import Compressor
 from mpisgd.horovod.engine.entry import Entry
@@ -337,8 +337,8 @@ class GradientExchange:
 
 def _make_plan(
     named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[int]], sparse: frozenset[int]
-) -> Plan:
-    """Plan for some parameters: the same on all ranks as long as these are.
+) -> BucketPlan:
+    """Return the plan of some parameters: the same on all ranks as long as these are.
 
     Its name is a line for each parameter, by which ranks compare their plans.
     """
@@ -355,7 +355,7 @@ def _make_plan(
         for index, (name, param) in enumerate(named)
     ]
     slots = tuple(plain_slot(bucket, [params[index] for index in bucket.indices]) for bucket in buckets)
-    return Plan(tuple(range(len(named))), slots, sparse, "\n".join(lines))
+    return BucketPlan(tuple(range(len(named))), slots, sparse, "\n".join(lines))
 
 
 def _strides(param: Tensor) -> str:

@@ -13,10 +13,10 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.gradients.bucket_plan import item_of, name_devices
 from mpisgd.gradients.bucketing import Bucket, plan_buckets
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.plan import item_of, name_devices
 from mpisgd.gradients.weight import Count, weight_of
 
 __all__ = ["TensorMean"]

@@ -20,12 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import BucketLayout, wire_dtype_of
 from mpisgd.core.consistency import Operation
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot, is_alone, plain_slot
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, join_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer, shape_in_memory, window
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import DENSE, SPARSE
 from mpisgd.gradients.launcher import BucketLauncher
-from mpisgd.gradients.plan import BucketSlot, Plan, is_alone, plain_slot
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.device_parts import DeviceParts
 from mpisgd.sharding.divided_parameters import DividedParameters
@@ -69,7 +69,7 @@ class BucketRoute:
         frees = self._frees and self._launcher.group.size > 1 and self._launcher.may_launch_early
         return frees and len(self._joined) > 1
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: BucketPlan) -> None:
         """Take over a new plan, whose buckets are divided by themselves."""
         self._joined = self._join([slot.bucket for slot in plan.slots])
         self._reductions = [self._reduction(slot.bucket) for slot in plan.slots]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
-from mpisgd.gradients.plan import BucketSlot, Plan
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.interfaces.host_transport import HostMemory, Region, Steps
 from mpisgd.sharding.divided_parameters import DividedParameters
@@ -56,7 +56,7 @@ class _Source(NamedTuple):
     at: int  # in the piece
 
 
-def goes_in_pieces(plan: Plan) -> bool:
+def goes_in_pieces(plan: BucketPlan) -> bool:
     """Return whether all gradients of a plan can be brought to their owners alone; alike on all ranks."""
     return all(
         isinstance(slot.storage, UnbucketedGradient) or slot.region is not None or not slot.bucket.numel
@@ -77,7 +77,7 @@ class PieceReduction:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BucketPlan,
         parameters: DividedParameters,
         memory: HostMemory,
         op: ReduceOp,

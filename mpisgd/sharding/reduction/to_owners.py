@@ -21,13 +21,13 @@ from torch import Tensor
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.destination import Everyone
 from mpisgd.gradients.fusion_buffer import flat_view
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import DENSE, SPARSE
 from mpisgd.gradients.launcher import BucketLauncher
-from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.piece import Piece, Receiver
@@ -128,7 +128,7 @@ class ToOwners:
             )
         return self._route.make_slots(buckets)
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: BucketPlan) -> None:
         """See `Destination`; pieces may be others then."""
         self._slots = plan.slots
         self._keep_whole(plan.sparse)
@@ -144,7 +144,7 @@ class ToOwners:
         if self._parameters.may_keep_whole(indices):
             self._states.take_along(lambda: self._parameters.keep_whole(indices))
 
-    def _piece_reduction(self, plan: Plan) -> PieceReduction | None:
+    def _piece_reduction(self, plan: BucketPlan) -> PieceReduction | None:
         """Return the reduction of all gradients to pieces at once, None where there can be none."""
         launcher, memory = self._launcher, self._launcher.group.shared_memory
         compressed = any(launcher.options.compression.changes(param.dtype) for param in launcher.params)

@@ -23,7 +23,7 @@ from mpisgd.tools.cli.provenance import provenance
 
 if TYPE_CHECKING:
     from mpisgd.tools.verification.cell import Cell
-    from mpisgd.tools.verification.matrix import Plan
+    from mpisgd.tools.verification.matrix import Selection
     from mpisgd.tools.verification.method_matrix import Row, Tried
     from mpisgd.tools.verification.run_matrix import Matrix, Results
 
@@ -114,19 +114,19 @@ def verify(
     if quick and everything:
         raise mpisgd.JobError("--quick and --all are opposites; take one of them")
     from mpisgd.job.lazy_dynamo import defer_import
-    from mpisgd.tools.verification.matrix import Plan
+    from mpisgd.tools.verification.matrix import Selection
     from mpisgd.tools.verification.matrix_report import kind_of, text_of_matrix
     from mpisgd.tools.verification.method_matrix import row_of, rows
     from mpisgd.tools.verification.sabotage import Sabotage
 
     defer_import()  # before `mpisgd.init` does: examples of methods have optimizers
     killed = Sabotage(losing) if losing else None
-    plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
+    selection = Selection(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
     here = is_launched()
     if method:
         if here:
             raise mpisgd.JobError("--method: its ranks are threads; start it without mpirun")
-        tried, modes = _tried([row_of(method)], plan, everything, None), []
+        tried, modes = _tried([row_of(method)], selection, everything, None), []
     else:
         named = [] if here else [row for row in rows() if only.lower() in row.name.lower()]
         if (quick or under_mpi) and not only:
@@ -135,15 +135,15 @@ def verify(
             _confirm(named, launcher, cluster)
             return
         kept = None if quick or sabotage else _kept(minutes, resume=resume)
-        tried, modes = _tried(named, plan, everything, kept), plan.modes()
+        tried, modes = _tried(named, selection, everything, kept), selection.modes()
         if not tried.found and not modes:
             raise mpisgd.JobError(f"--only: no mode's name contains {only!r}")
     if not modes:
         found = []
     elif here:
-        found = _in_this_job(plan, cells)
+        found = _in_this_job(selection, cells)
     else:
-        found = _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
+        found = _in_started_jobs(selection, ranks or RANKS[quick], launcher, cluster, limit_s)
     if cells is None and (not here or mpisgd.rank() == 0):
         _finish(found, tried.found, json_file, plot_file, html_file)
         if refusals:
@@ -198,7 +198,9 @@ def _kept(minutes: float, *, resume: bool) -> "Results":
     return Results(path, time.time() + 60 * minutes if minutes else 0.0)
 
 
-def _tried(chosen: "Sequence[Row]", plan: "Plan", everything: bool, kept: "Results | None") -> "Matrix":
+def _tried(
+    chosen: "Sequence[Row]", selection: "Selection", everything: bool, kept: "Results | None"
+) -> "Matrix":
     """Try methods in situations, on ranks that are threads, and show how far that is."""
     from mpisgd.tools.verification.run_matrix import Extent, Matrix, run_matrix
 
@@ -208,13 +210,13 @@ def _tried(chosen: "Sequence[Row]", plan: "Plan", everything: bool, kept: "Resul
         return run_matrix(
             chosen,
             report,
-            extent=Extent.QUICK if plan.quick else Extent.ALL if everything else Extent.PAIRS,
-            sabotage=plan.sabotage,
+            extent=Extent.QUICK if selection.quick else Extent.ALL if everything else Extent.PAIRS,
+            sabotage=selection.sabotage,
             results=kept,
         )
 
 
-def _in_this_job(plan: "Plan", path: Path | None) -> "list[Cell]":
+def _in_this_job(selection: "Selection", path: Path | None) -> "list[Cell]":
     """Verify with the ranks of this job."""
     mpisgd.init()
     from mpisgd.tools.verification.jobs import append_cell
@@ -224,10 +226,12 @@ def _in_this_job(plan: "Plan", path: Path | None) -> "list[Cell]":
         if path is not None and mpisgd.rank() == 0:
             append_cell(path, cell)
 
-    return run_here(plan, report)
+    return run_here(selection, report)
 
 
-def _in_started_jobs(plan: "Plan", ranks: str, launcher: str, cluster: str, limit_s: float) -> "list[Cell]":
+def _in_started_jobs(
+    selection: "Selection", ranks: str, launcher: str, cluster: str, limit_s: float
+) -> "list[Cell]":
     """Start a job for each number of ranks and each transport, one after the other."""
     from mpisgd.tools.bench.jobs import mpirun
     from mpisgd.tools.cli.bench.options import counts_of
@@ -239,7 +243,7 @@ def _in_started_jobs(plan: "Plan", ranks: str, launcher: str, cluster: str, limi
     outlives = is_open_mpi(words[0])
     hosts = [] if launcher and not cluster else find_cluster(cluster)
     obstacle = checked(hosts)
-    jobs = jobs_of(plan, counts, plan.modes(), emulates_hosts=not obstacle)
+    jobs = jobs_of(selection, counts, selection.modes(), emulates_hosts=not obstacle)
     if cluster != PRETENDED and any("pretended" in job.transport for job in jobs):
         typer.echo(f"hosts are pretended: {obstacle}", err=True)
     found: list[Cell] = []
@@ -248,7 +252,7 @@ def _in_started_jobs(plan: "Plan", ranks: str, launcher: str, cluster: str, limi
             show(f"{job.ranks} ranks, {job.transport} ...")
             if job.losing is None or outlives:
                 launch = [*words, *WITH_FAULT_TOLERANCE] if job.losing is not None else words
-                found += run_started(job, plan, launch, limit_s, lambda cell: show("", cell), hosts)
+                found += run_started(job, selection, launch, limit_s, lambda cell: show("", cell), hosts)
             else:
                 typer.echo(f"left out: {job.transport}, which needs Open MPI 5", err=True)
     return found

@@ -11,7 +11,7 @@ from mpisgd import config
 from mpisgd.tools.verification.mode import Mode, Reference
 from mpisgd.tools.verification.problem import flat_parameters
 from mpisgd.tools.verification.sabotage import Sabotage
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 
 __all__ = ["CANNOT_TELL", "Cell", "Comparison", "compare", "flaw_anywhere", "try_mode"]
 
@@ -79,15 +79,15 @@ def try_mode(
     if not sabotage.applies(size):
         return cell._replace(reason="one rank has nobody to communicate with", counts=False)
     problem = mode.problem(size, QUICK_STEPS if quick else STEPS, dtype)
-    trainee = Trainee(problem, sabotage, stale_gradients=mode.stale_gradients)
+    trainer = Trainer(problem, sabotage, stale_gradients=mode.stale_gradients)
     try:
         reference = mode.reference(problem)
         if flaw := flaw_anywhere(reference):
             return cell._replace(difference=float("inf"), reason=f"the reference: {flaw}")
-        mine = mode.train(trainee)
+        mine = mode.train(trainer)
     except mpisgd.MpisgdError as exc:  # alike on all ranks, or the job ends
         return cell._replace(difference=float("inf"), reason=f"{type(exc).__name__}: {exc}")
-    if _anywhere(trainee.is_idle):
+    if _anywhere(trainer.is_idle):
         return cell._replace(reason="the rank that is broken has no part of the parameters", counts=False)
     found = compare(mine, reference, flat_parameters(problem.model()))
     return cell._replace(

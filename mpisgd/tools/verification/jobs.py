@@ -13,7 +13,7 @@ from mpisgd.errors import JobError
 from mpisgd.tools.bench.jobs import run_command, run_job
 from mpisgd.tools.verification.cell import Cell
 from mpisgd.tools.verification.hosts import on_hosts
-from mpisgd.tools.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Plan, hosts_text
+from mpisgd.tools.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Selection, hosts_text
 from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.sabotage import Sabotage
 
@@ -52,26 +52,26 @@ class Started(NamedTuple):
 
 
 def jobs_of(
-    plan: Plan, ranks: Sequence[int], modes: Sequence[Mode], *, emulates_hosts: bool = False
+    selection: Selection, ranks: Sequence[int], modes: Sequence[Mode], *, emulates_hosts: bool = False
 ) -> list[Started]:
     """Return the jobs for these numbers of ranks, on one host, on two, by messages only, and with losses.
 
-    Modes that need more ranks than any of these get a job with as many, unless `plan` is quick; where modes
+    Modes that need more ranks than any of these get a job of that size, unless `selection` is quick; if modes
     are broken that is a job for them alone, since each takes a turn for each sabotage.
     """
     jobs = [Started(count) for count in ranks]
     several = [count for count in ranks if count > 1]
     if several:
         some = SOME if SOME in several else max(several)
-        for count in [some] if plan.quick else sorted({some, max(several)}):
+        for count in [some] if selection.quick else sorted({some, max(several)}):
             jobs.append(_on_two_hosts(count, emulates_hosts))
-        if not plan.quick:
+        if not selection.quick:
             jobs.append(Started(some, MESSAGES, {"MPISGD_SHARED_MEMORY": "0"}))
         large = {mode.sizes[0] for mode in modes if mode.sizes[0] > max(several)}
-        beyond = max(several) if plan.sabotage else 0
+        beyond = max(several) if selection.sabotage else 0
         if max(several) >= LARGE_FROM:
             jobs += [Started(count, beyond=beyond) for count in sorted(large)]
-        jobs += [Started(some, LOSS, losing=sabotage) for sabotage in plan.sabotages]
+        jobs += [Started(some, LOSS, losing=sabotage) for sabotage in selection.sabotages]
     return [job for job in jobs if any(map(job.has, modes))]
 
 
@@ -85,7 +85,7 @@ def _on_two_hosts(ranks: int, emulated: bool) -> Started:
 
 def run_started(
     job: Started,
-    plan: Plan,
+    selection: Selection,
     launcher: Sequence[str],
     limit_s: float,
     report: Callable[[Cell], None],
@@ -97,7 +97,7 @@ def run_started(
 
     Args:
         job: what to run.
-        plan: what it verifies.
+        selection: what it verifies.
         launcher: the words that start it on this machine.
         limit_s: when to give up.
         report: called with each cell.
@@ -114,7 +114,7 @@ def run_started(
                     cells.append(cell)
                     report(cell)
 
-            words = ["mpisgd", "verify", *_options(plan, job), "--cells", str(path)]
+            words = ["mpisgd", "verify", *_options(selection, job), "--cells", str(path)]
             try:
                 _run(job, words, launcher, cluster, limit_s, read)
             except JobError as exc:
@@ -149,9 +149,11 @@ def _ended_early(job: Started, cells: Sequence[Cell], why: str) -> Cell:
     return Cell("jobs", "to the end", job.ranks, job.transport, "float64", "none", float("inf"), 0.0, said)
 
 
-def _options(plan: Plan, job: Started) -> list[str]:
-    flags = [flag for flag, is_set in (("--quick", plan.quick), ("--sabotage", plan.sabotage)) if is_set]
-    options = [*flags, *(["--only", plan.only] if plan.only else [])]
+def _options(selection: Selection, job: Started) -> list[str]:
+    flags = [
+        flag for flag, is_set in (("--quick", selection.quick), ("--sabotage", selection.sabotage)) if is_set
+    ]
+    options = [*flags, *(["--only", selection.only] if selection.only else [])]
     options += [] if job.losing is None else ["--losing", job.losing.value]
     return options + (["--beyond", str(job.beyond)] if job.beyond else [])
 

@@ -12,12 +12,12 @@ from mpisgd.tools.verification.cell import Cell, try_mode
 from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.sabotage import Sabotage
 
-__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Plan", "hosts_text", "run_here"]
+__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Selection", "hosts_text", "run_here"]
 
 SHARED_MEMORY, MESSAGES, LOSS = "shared memory", "messages", "a rank is lost"
 
 
-class Plan(NamedTuple):
+class Selection(NamedTuple):
     """What is to be verified.
 
     Attributes:
@@ -62,24 +62,24 @@ def hosts_text(count: int, *, pretended: bool) -> str:
     return f"{count} hosts" + ", pretended" * pretended
 
 
-def _transport(plan: Plan) -> str:
+def _transport(selection: Selection) -> str:
     """Return how the ranks of this job reach each other."""
-    if plan.losing is not None:
+    if selection.losing is not None:
         return LOSS
     if mpisgd.num_nodes() > 1:
         return hosts_text(mpisgd.num_nodes(), pretended=config.ranks_per_host() > 0)
     return SHARED_MEMORY if config.shared_memory() else MESSAGES
 
 
-def run_here(plan: Plan, report: Callable[[Cell], None]) -> list[Cell]:
+def run_here(selection: Selection, report: Callable[[Cell], None]) -> list[Cell]:
     """Return the cells of all modes; report each as soon as it is there, on every rank. Collective."""
-    modes, transport = plan.modes(), _transport(plan)
+    modes, transport = selection.modes(), _transport(selection)
     torch.set_num_threads(1)
     starts = not dist.is_initialized()
     if starts:
         dist.init_process_group("mpisgd")
     cells = []
-    for cell in _cells(plan, modes, transport):
+    for cell in _cells(selection, modes, transport):
         report(cell)
         cells.append(cell)
     if starts:
@@ -87,12 +87,12 @@ def run_here(plan: Plan, report: Callable[[Cell], None]) -> list[Cell]:
     return cells
 
 
-def _cells(plan: Plan, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
+def _cells(selection: Selection, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
     for mode in modes:
-        if mode.loses_rank != (plan.losing is not None):
+        if mode.loses_rank != (selection.losing is not None):
             continue
-        for dtype in plan.dtypes(mode, transport):
-            for sabotage in plan.sabotages:
-                cell = try_mode(mode, dtype, transport, quick=plan.quick, sabotage=sabotage)
+        for dtype in selection.dtypes(mode, transport):
+            for sabotage in selection.sabotages:
+                cell = try_mode(mode, dtype, transport, quick=selection.quick, sabotage=sabotage)
                 if cell is not None:
                     yield cell

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.tools.verification.problem import Problem, standard_problem, turned
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 
 __all__ = ["JOINED", "RANDOM", "TURNED", "Mode", "Reference", "between_orders", "flaw_of"]
 
@@ -102,7 +102,7 @@ class Mode(NamedTuple):
 
     name: str
     family: str
-    train: Callable[[Trainee], Tensor]
+    train: Callable[[Trainer], Tensor]
     reference: Callable[[Problem], Reference]
     sizes: tuple[int, int] = (1, 2**31)
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)

@@ -18,7 +18,7 @@ from mpisgd.tools.verification.first_module import Place, Recording, locate, rec
 from mpisgd.tools.verification.mode import JOINED, RANDOM, TURNED, Reference, between_orders
 from mpisgd.tools.verification.papers import paper_of
 from mpisgd.tools.verification.problem import Batch, Loss, Problem, flat_parameters
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import MakeOptimizer, joined_batch, trajectory
 
 __all__ = ["Verification", "verify"]
@@ -148,7 +148,7 @@ def _trained(
     """Return this rank's parameters after each step of the training that is verified. Collective."""
     model = problem.model()
     optimizer = _distributed(model, make_optimizer, strategy, options)
-    return torch.stack(Trainee(problem).train(model, optimizer))
+    return torch.stack(Trainer(problem).train(model, optimizer))
 
 
 def _distributed(
@@ -181,9 +181,9 @@ def _place(
     batch = problem.batches[step] if joined else problem.share(step, mpisgd.rank())
     expected = record_step(alone, problem.loss, batch)
 
-    model, trainee, mine = problem.model(), Trainee(problem), Recording()
+    model, trainer, mine = problem.model(), Trainer(problem), Recording()
     optimizer = _distributed(model, make_optimizer, strategy, options)
-    trainee.train(model, optimizer, last=step)
+    trainer.train(model, optimizer, last=step)
 
     def backward(loss: Tensor) -> None:
         mine.keep_loss(loss)
@@ -191,7 +191,7 @@ def _place(
 
     with record(model, mine):
         keep = partial(mine.keep_gradients, model)
-        trainee.train(model, optimizer, backward=backward, before_step=keep, first=step, last=step + 1)
+        trainer.train(model, optimizer, backward=backward, before_step=keep, first=step, last=step + 1)
     factors = {mpisgd.ReduceOp.AVG: 1.0, mpisgd.ReduceOp.SUM: float(problem.size)}
     is_divided = isinstance(strategy, mpisgd.Sharded)  # each rank has a part of the gradients then
     factor = None if is_divided else factors.get(_op_of(options))

@@ -1,6 +1,6 @@
 """DDP's test of everything: a run on the ranks of a group equals the run of one process on the joined batch.
 
-A test describes one step as a function of a `Trainee`. Every rank runs it twice: with the plain model on
+A test describes one step as a function of a `Trainer`. Every rank runs it twice: with the plain model on
 everyone's rows, and with DistributedDataParallel on its own. After each step all parameters are compared, and
 all ranks of the group must have the same bits.
 """
@@ -53,7 +53,7 @@ def batch(step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class Trainee:
+class Trainer:
     """One of the two runs that are compared.
 
     Attributes:
@@ -82,11 +82,11 @@ class Trainee:
         return nn.functional.mse_loss(self.net(inputs), targets)
 
 
-Step = Callable[[Trainee, int], Any]
+Step = Callable[[Trainer, int], Any]
 Wrap = Callable[..., nn.Module]
 
 
-def plain_step(run: Trainee, step: int) -> None:
+def plain_step(run: Trainer, step: int) -> None:
     run.opt.zero_grad()
     run.loss(step).backward()
     run.opt.step()
@@ -100,14 +100,14 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01)
 
 
-def trainees(
+def trainers(
     model: Callable[[], nn.Module] = mlp,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     wrap: Wrap = small_buckets,
     group: Any = None,
     sharded: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     dtype: torch.dtype | None = torch.float64,
-) -> tuple[Trainee, Trainee]:
+) -> tuple[Trainer, Trainer]:
     """Return (the run of one process, that of this rank); the ranks' models begin differently.
 
     Args:
@@ -125,16 +125,16 @@ def trainees(
     shared = model().to(dtype)
     net = wrap(shared, process_group=group)
     return (
-        Trainee(plain, optimizer(plain), plain, 0, 1, False),
-        Trainee(net, (sharded or optimizer)(shared), shared, rank, size, True),
+        Trainer(plain, optimizer(plain), plain, 0, 1, False),
+        Trainer(net, (sharded or optimizer)(shared), shared, rank, size, True),
     )
 
 
 def check_equal(
     step: Step = plain_step, *, steps: int = STEPS, tol: float = DRIFT, group: Any = None, **how: Any
-) -> tuple[Trainee, Trainee]:
-    """Train both ways and compare after each step; `how`: see `trainees`. Return both."""
-    plain, ours = trainees(group=group, **how)
+) -> tuple[Trainer, Trainer]:
+    """Train both ways and compare after each step; `how`: see `trainers`. Return both."""
+    plain, ours = trainers(group=group, **how)
     worst = 0.0
     for number in range(steps):
         step(plain, number)

@@ -15,13 +15,13 @@ from ddp_harness import (
     DRIFT,
     FEATURES,
     PostLocalSGDOptimizer,
-    Trainee,
+    Trainer,
     check_equal,
     judge,
     plain_step,
     sgd,
     small_buckets,
-    trainees,
+    trainers,
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -150,7 +150,7 @@ def test_power_sgd_equals_its_own_run_on_one_rank(way, alone):
     given, in_ddp = POWER[way]
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.1, **given}
     wrap = hooked(powerSGD_hook, lambda group: PowerSGDState(group, **options), in_ddp)
-    plain, ours = trainees(model=Wide, wrap=wrap)
+    plain, ours = trainers(model=Wide, wrap=wrap)
     plain.net = wrap(plain.model, process_group=alone)
     for step in range(MANY):
         for run in (plain, ours):
@@ -164,9 +164,9 @@ def test_power_sgd_equals_its_own_run_on_one_rank(way, alone):
 START, PERIOD = 2, 2
 
 
-def rows_of(run: Trainee, part: int, parts: int) -> Trainee:
+def rows_of(run: Trainer, part: int, parts: int) -> Trainer:
     """The same run on other rows."""
-    return Trainee(run.net, run.opt, run.model, part, parts, run.distributed)
+    return Trainer(run.net, run.opt, run.model, part, parts, run.distributed)
 
 
 def mean_into(models: list[nn.Module], weights: list[float]) -> None:
@@ -177,7 +177,7 @@ def mean_into(models: list[nn.Module], weights: list[float]) -> None:
             param.data.copy_(mean)
 
 
-def local_sgd_in_one_process(plain: Trainee, teams: list[list[int]], steps: int) -> list[nn.Module]:
+def local_sgd_in_one_process(plain: Trainer, teams: list[list[int]], steps: int) -> list[nn.Module]:
     """Return the model of each team: they go together up to START, then each on its own rows.
 
     From there on they are averaged at every PERIOD-th step.
@@ -186,7 +186,7 @@ def local_sgd_in_one_process(plain: Trainee, teams: list[list[int]], steps: int)
     runs = []
     for _ in teams:
         model = copy.deepcopy(plain.model)
-        runs.append(Trainee(model, sgd(model), model, 0, 1, False))
+        runs.append(Trainer(model, sgd(model), model, 0, 1, False))
     for step in range(steps):
         for run, team in zip(runs, teams, strict=True):
             run.opt.zero_grad()
@@ -207,7 +207,7 @@ def test_post_local_sgd_equals_its_teams_in_one_process(in_teams, half, alone):
     size, rank, steps = dist.get_world_size(), dist.get_rank(), 6
     teams = [list(range(start, size, 2 if in_teams else size)) for start in range(2 if in_teams else size)]
     wrap = hooked(post_localSGD_hook, lambda group: PostLocalSGDState(group, half, START, in_teams))
-    plain, ours = trainees(wrap=wrap, sharded=post_local)
+    plain, ours = trainers(wrap=wrap, sharded=post_local)
     for step in range(steps):
         plain_step(ours, step)
     oracles = local_sgd_in_one_process(plain, teams, steps)

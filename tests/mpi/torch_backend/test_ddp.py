@@ -13,14 +13,14 @@ from ddp_harness import (
     DRIFT,
     FEATURES,
     SMALL_MB,
-    Trainee,
+    Trainer,
     adam,
     batch,
     check_equal,
     judge,
     plain_step,
     small_buckets,
-    trainees,
+    trainers,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -60,7 +60,7 @@ def test_adam_equals_one_process():
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 def test_no_sync_accumulates_as_one_process_does(view):
-    def accumulate(run: Trainee, step: int) -> None:
+    def accumulate(run: Trainer, step: int) -> None:
         run.opt.zero_grad(set_to_none=step % 2 == 0)
         with run.net.no_sync() if run.distributed else contextlib.nullcontext():
             run.loss(step, micro=0).backward()
@@ -86,7 +86,7 @@ class Branches(nn.Module):
         return self.branches[branch](torch.tanh(self.shared(x)))
 
 
-def by_branch(run: Trainee, step: int) -> None:
+def by_branch(run: Trainer, step: int) -> None:
     """One process takes the mean of what the ranks do; at odd steps all take the same branch."""
     size = dist.get_world_size()
     inputs, targets = (tensor.chunk(size) for tensor in batch(step))
@@ -120,7 +120,7 @@ class TwoHeads(nn.Module):
 
 
 def test_outputs_may_be_left_out_of_the_loss():
-    def one_head(run: Trainee, step: int) -> None:
+    def one_head(run: Trainer, step: int) -> None:
         inputs, targets = run.rows(step)
         run.opt.zero_grad()
         nn.functional.mse_loss(run.net(inputs)[step % 2], targets).backward()
@@ -132,7 +132,7 @@ def test_outputs_may_be_left_out_of_the_loss():
 # -- uneven inputs ------------------------------------------------------------------------------------
 
 
-def uneven(run: Trainee, whole: bool) -> None:
+def uneven(run: Trainer, whole: bool) -> None:
     """Rank r has r + 1 batches; one process takes the mean over all ranks, or over those that are left."""
     size = dist.get_world_size()
     steps = run.rank + 1 if run.distributed else size
@@ -147,7 +147,7 @@ def uneven(run: Trainee, whole: bool) -> None:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["by all ranks", "by those that are left"])
 def test_join_takes_uneven_inputs(whole):
-    plain, ours = trainees()
+    plain, ours = trainers()
     uneven(plain, whole)
     with ours.net.join(divide_by_initial_world_size=whole):
         uneven(ours, whole)
@@ -155,14 +155,14 @@ def test_join_takes_uneven_inputs(whole):
 
 
 def test_join_can_raise_where_inputs_end_early():
-    _, ours = trainees()
+    _, ours = trainers()
     with raises_everywhere(RuntimeError) as caught, ours.net.join(throw_on_early_termination=True):
         uneven(ours, True)
     everyone("exhausted" in caught.text, caught.text)
 
 
 def test_join_can_be_switched_off():
-    plain, ours = trainees()
+    plain, ours = trainers()
     with ours.net.join(enable=False):
         plain_step(ours, 0)
     plain_step(plain, 0)
@@ -177,7 +177,7 @@ def normed() -> nn.Module:
 
 
 def test_batch_norm_follows_the_first_rank():
-    def by_part(run: Trainee, step: int) -> None:
+    def by_part(run: Trainer, step: int) -> None:
         """Each rank normalizes its own rows; the statistics that stay are those of rank 0."""
         size = dist.get_world_size()
         inputs, targets = (tensor.chunk(size) for tensor in batch(step))

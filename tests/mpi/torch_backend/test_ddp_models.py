@@ -11,14 +11,14 @@ import torch.distributed as dist
 from ddp_harness import (
     DRIFT,
     FEATURES,
-    Trainee,
+    Trainer,
     check_equal,
     judge,
     mlp,
     plain_step,
     sgd,
     small_buckets,
-    trainees,
+    trainers,
 )
 from torch import nn
 from verdicts import everyone
@@ -68,7 +68,7 @@ def test_sparse_gradients_stay_sparse():
 
 def test_two_models_train_in_one_loop():
     gate = partial(small_buckets, static_graph=True)
-    pairs = [trainees(), trainees(model=lambda: nn.Linear(FEATURES, 2), wrap=gate)]
+    pairs = [trainers(), trainers(model=lambda: nn.Linear(FEATURES, 2), wrap=gate)]
     for step in range(3):
         for run in zip(*pairs, strict=True):
             for one in run:
@@ -89,7 +89,7 @@ def test_halves_of_the_job_train_each_on_its_own():
     mine, _ = dist.new_subgroups_by_enumeration(halves)
     own = dist.get_rank() % 2
 
-    def on_own_data(run: Trainee, step: int) -> None:
+    def on_own_data(run: Trainer, step: int) -> None:
         plain_step(run, 2 * step + own)
 
     check_equal(on_own_data, group=mine)
@@ -100,7 +100,7 @@ def test_halves_of_the_job_train_each_on_its_own():
 
 
 def test_clipping_sees_the_joined_gradients():
-    def clipped(run: Trainee, step: int) -> None:
+    def clipped(run: Trainer, step: int) -> None:
         run.opt.zero_grad()
         run.loss(step).backward()
         norm = nn.utils.clip_grad_norm_(run.net.parameters(), 0.1)
@@ -113,7 +113,7 @@ def test_clipping_sees_the_joined_gradients():
 def test_gradient_scaler_skips_and_scales_alike():
     scalers = {side: torch.amp.GradScaler("cpu", init_scale=2.0**10) for side in (False, True)}
 
-    def scaled(run: Trainee, step: int) -> None:
+    def scaled(run: Trainer, step: int) -> None:
         scaler = scalers[run.distributed]
         run.opt.zero_grad()
         # At step 1 the last rank alone overflows: no rank may make that step.
@@ -133,7 +133,7 @@ def test_gradient_scaler_skips_and_scales_alike():
 def test_schedulers_work_as_in_one_process():
     made: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
 
-    def scheduled(run: Trainee, step: int) -> None:
+    def scheduled(run: Trainer, step: int) -> None:
         schedule = made.setdefault(id(run), torch.optim.lr_scheduler.CosineAnnealingLR(run.opt, T_max=4))
         plain_step(run, step)
         schedule.step()
@@ -169,7 +169,7 @@ def test_compiled_ddp_equals_one_process(monkeypatch):
 
 
 def test_state_dict_of_ddp_loads_into_the_plain_model():
-    _, ours = trainees(optimizer=sgd)
+    _, ours = trainers(optimizer=sgd)
     plain_step(ours, 0)
     state = {name.removeprefix("module."): value for name, value in ours.net.state_dict().items()}
     fresh = mlp().double()

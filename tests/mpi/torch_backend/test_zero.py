@@ -11,14 +11,14 @@ import torch.distributed as dist
 from ddp_harness import (
     ADAM_DRIFT,
     DRIFT,
-    Trainee,
+    Trainer,
     ZeroRedundancyOptimizer,
     check_equal,
     digest,
     drift,
     judge,
     plain_step,
-    trainees,
+    trainers,
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
@@ -45,9 +45,9 @@ def optimizers(kind: str, **options: Any) -> dict[str, Any]:
     return {"optimizer": lambda model: cls(model.parameters(), **defaults), "sharded": sharded, "tol": tol}
 
 
-def pair(kind: str, **how: Any) -> tuple[Trainee, Trainee]:
+def pair(kind: str, **how: Any) -> tuple[Trainer, Trainer]:
     optimizer, sharded, _ = optimizers(kind).values()
-    return trainees(optimizer=optimizer, sharded=sharded, **how)
+    return trainers(optimizer=optimizer, sharded=sharded, **how)
 
 
 # -- sharded training ---------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_ranks_of_a_sub_group_share_the_state():
 def test_parameter_groups_schedulers_and_clipping_work():
     made: dict[int, torch.optim.lr_scheduler.LRScheduler] = {}
 
-    def in_turn(run: Trainee, step: int) -> None:
+    def in_turn(run: Trainer, step: int) -> None:
         if step == 0:
             run.model[4].requires_grad_(False)
             made[id(run)] = torch.optim.lr_scheduler.ExponentialLR(run.opt, 0.5)
@@ -145,7 +145,7 @@ def test_steps_inside_of_backward_equal_one_process(hook, shard):
     def overlapped(model: nn.Module) -> ZeroRedundancyOptimizer:
         return ZeroRedundancyOptimizer(model.parameters(), cls, overlap_with_ddp=True, **defaults)
 
-    plain, ours = trainees(optimizer=optimizers("Adam")["optimizer"], sharded=overlapped)
+    plain, ours = trainers(optimizer=optimizers("Adam")["optimizer"], sharded=overlapped)
     ours.net.register_comm_hook(None, HOOKS[hook](allreduce_hook, ours.net, ours.opt, shard_buckets=shard))
     worst = 0.0
     for step in range(IDLE_STEPS + 3):

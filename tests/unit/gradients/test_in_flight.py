@@ -8,23 +8,25 @@ import torch
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.work import QueuedWork
 from mpisgd.errors import CollectiveMismatch
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.bucketing import Item, plan_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 
 PARAMS = [torch.zeros(4) for _ in range(5)]
 
 
-def plan() -> Plan:
+def plan() -> BucketPlan:
     """Buckets [4, 3], [2], [1, 0]; the one in the middle is a single large gradient."""
     items = [Item(i, 8 if i == 2 else 4, 4, "k") for i in range(5)]
     first, alone, last = plan_buckets(items, cap_bytes=32, align_bytes=4, alone_bytes=32)
     assert [first.indices, alone.indices, last.indices] == [(4, 3), (2,), (1, 0)]
     pairs = [FusionBuffer(b, [PARAMS[i] for i in b.indices], torch.zeros(b.numel)) for b in (first, last)]
     loads = [pairs[0], UnbucketedGradient(alone, PARAMS[2]), pairs[1]]
-    return Plan(tuple(range(5)), tuple(BucketSlot(load, SumReducer(16)) for load in loads), frozenset(), "p")
+    return BucketPlan(
+        tuple(range(5)), tuple(BucketSlot(load, SumReducer(16)) for load in loads), frozenset(), "p"
+    )
 
 
 def complete(reduction: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...]]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mpisgd.tools.verification.cell import Cell
 from mpisgd.tools.verification.jobs import append_cell, jobs_of
-from mpisgd.tools.verification.matrix import Plan
+from mpisgd.tools.verification.matrix import Selection
 from mpisgd.tools.verification.report import draw, summary_of, table_of
 
 EQUAL = Cell("synchronous", "Synchronous", 2, "shared memory", "float64", "none", 1e-16, 1e-14, "drift")
@@ -93,8 +93,8 @@ def test_cells_travel_as_lines(tmp_path):
 
 
 def jobs(ranks, *, emulates: bool = True, **options) -> list[tuple[int, str]]:
-    plan = Plan(**options)
-    chosen = jobs_of(plan, ranks, plan.modes(), emulates_hosts=emulates)
+    selection = Selection(**options)
+    chosen = jobs_of(selection, ranks, selection.modes(), emulates_hosts=emulates)
     return [(job.ranks, job.transport) for job in chosen]
 
 
@@ -122,14 +122,16 @@ def test_jobs_without_a_mode_are_left_out():
 
 
 def test_broken_modes_get_eight_ranks_only_where_they_need_them():
-    plan = Plan(sabotage=True)
-    (large,) = [job for job in jobs_of(plan, [1, 4], plan.modes()) if job.ranks > 4]
+    selection = Selection(sabotage=True)
+    (large,) = [job for job in jobs_of(selection, [1, 4], selection.modes()) if job.ranks > 4]
     assert (large.ranks, large.beyond) == (8, 4)
-    names = {mode.name for mode in Plan(sabotage=True, beyond=large.beyond).modes()}
+    names = {mode.name for mode in Selection(sabotage=True, beyond=large.beyond).modes()}
     assert "pipeline, FSDP2 and tensor parallel" in names
     assert "Synchronous" not in names
 
 
 def test_modes_can_be_chosen():
-    assert len(Plan(quick=True).modes()) < len(Plan().modes())
-    assert {mode.name for mode in Plan(only="QSGD(bits=4, segment").modes()} == {"QSGD(bits=4, segment=10)"}
+    assert len(Selection(quick=True).modes()) < len(Selection().modes())
+    assert {mode.name for mode in Selection(only="QSGD(bits=4, segment").modes()} == {
+        "QSGD(bits=4, segment=10)"
+    }

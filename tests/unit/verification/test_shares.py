@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mpisgd.accelerator.buffers import ALONE_BYTES
+from mpisgd.gradients.bucket_plan import item_of
 from mpisgd.gradients.bucketing import ALIGN_BYTES, plan_buckets
-from mpisgd.gradients.plan import item_of
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.sharding.division import Item, divide
 from mpisgd.sharding.state_exchange import runs_of

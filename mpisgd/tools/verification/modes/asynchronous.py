@@ -16,7 +16,7 @@ import mpisgd
 from mpisgd.tools.verification.mode import Mode, Reference, between_orders
 from mpisgd.tools.verification.modes.synchronous import distributed, equal_to_one_process, native
 from mpisgd.tools.verification.problem import Problem, embedding_problem, linear_problem
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import joined_batch
 
 __all__ = ["ASYNCHRONOUS"]
@@ -32,16 +32,16 @@ def plain(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
-def pushed(strategy: mpisgd.ParameterServer) -> Callable[[Trainee], Tensor]:
+def pushed(strategy: mpisgd.ParameterServer) -> Callable[[Trainer], Tensor]:
     """Return the training by a parameter server: the parameters at its end, and what was counted.
 
     That is the fewest and the most updates of a rank in a shard, and by how many steps a rank has been too
     far ahead of the slowest.
     """
 
-    def train(trainee: Trainee) -> Tensor:
-        model, optimizer = distributed(trainee, plain, strategy=strategy)
-        trainee.train(model, optimizer)
+    def train(trainer: Trainer) -> Tensor:
+        model, optimizer = distributed(trainer, plain, strategy=strategy)
+        trainer.train(model, optimizer)
         server: Any = optimizer.synchronizer
         server.finish()
         mpisgd.barrier()  # counts may be looked at when all have finished
@@ -56,17 +56,17 @@ def _counted(counters: Any, staleness_steps: int | None) -> list[float]:
     return [min(applied), max(applied), max(0, ahead)]
 
 
-def averaged(trainee: Trainee) -> Tensor:
+def averaged(trainer: Trainer) -> Tensor:
     """Train with pairs of ranks that average at any time; return the mean of all models at the end.
 
     With it goes whether they come together when no gradient drives them apart any more: a mean of ranks that
     never meet would be the same.
     """
     strategy = mpisgd.Gossip("ring", style="asynchronous")
-    model, optimizer = distributed(trainee, plain, strategy=strategy)
-    trainee.train(model, optimizer)
+    model, optimizer = distributed(trainer, plain, strategy=strategy)
+    trainer.train(model, optimizer)
     together = _come_together(model, optimizer)
-    optimizer.rebuild(trainee.alone())  # ends the exchanges
+    optimizer.rebuild(trainer.alone())  # ends the exchanges
     row = _row(model, [float(together)])
     mpisgd.all_reduce(row, mpisgd.ReduceOp.AVG)
     return row

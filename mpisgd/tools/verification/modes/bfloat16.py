@@ -18,7 +18,7 @@ from mpisgd.tools.verification.modes.synchronous import native, sgd
 from mpisgd.tools.verification.modes.torch_programs import ddp
 from mpisgd.tools.verification.paper_run import Definition
 from mpisgd.tools.verification.problem import Problem
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import trajectory
 
 __all__ = ["BFLOAT16"]
@@ -46,7 +46,7 @@ class DividedFirst(Synchronous):
 
 
 def _mode(
-    name: str, train: Callable[[Trainee], Tensor], paper: Paper[None] | None = None, *, quick: bool = False
+    name: str, train: Callable[[Trainer], Tensor], paper: Paper[None] | None = None, *, quick: bool = False
 ) -> Mode:
     reference = rounded(paper or Synchronous())
     return Mode(name, FAMILY, train, reference, dtypes=(torch.bfloat16,), quick=quick)

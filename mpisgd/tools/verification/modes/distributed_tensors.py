@@ -8,25 +8,25 @@ from torch.distributed.tensor import DTensor
 
 from mpisgd.tools.verification.modes.synchronous import sgd
 from mpisgd.tools.verification.problem import Batch
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 
 __all__ = ["joined", "local", "train_distributed", "whole"]
 
 
-def joined(trainee: Trainee, step: int, ranks: Sequence[int]) -> Batch:
+def joined(trainer: Trainer, step: int, ranks: Sequence[int]) -> Batch:
     """Return the shares of some ranks together."""
-    return [torch.cat(parts) for parts in zip(*(trainee.batch(step, rank) for rank in ranks), strict=True)]
+    return [torch.cat(parts) for parts in zip(*(trainer.batch(step, rank) for rank in ranks), strict=True)]
 
 
-def train_distributed(trainee: Trainee, model: nn.Module, batch: Callable[[int], Batch]) -> Tensor:
+def train_distributed(trainer: Trainer, model: nn.Module, batch: Callable[[int], Batch]) -> Tensor:
     """Train with a batch for each step; return the whole parameters after each. Collective."""
     optimizer = sgd(list(model.parameters()))
     rows = []
-    for step in range(trainee.problem.steps):
+    for step in range(trainer.problem.steps):
         optimizer.zero_grad()
-        torch.autograd.backward(trainee.loss(model, batch(step)))
+        torch.autograd.backward(trainer.loss(model, batch(step)))
         optimizer.step()
-        trainee.end_step([local(param) for param in model.parameters()])
+        trainer.end_step([local(param) for param in model.parameters()])
         rows.append(torch.cat([whole(param).detach().flatten() for param in model.parameters()]))
     return torch.stack(rows)
 

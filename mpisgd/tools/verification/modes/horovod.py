@@ -13,7 +13,7 @@ from mpisgd.tools.verification.modes.synchronous import equal_to_one_process, sg
 from mpisgd.tools.verification.paper_run import Definition
 from mpisgd.tools.verification.problem import HIDDEN, Problem, normalized_problem
 from mpisgd.tools.verification.sabotage import Sabotage
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import trajectory
 
 __all__ = ["HOROVOD"]
@@ -24,7 +24,7 @@ Options = Callable[[Any], dict[str, Any]]  # of the module `mpisgd.horovod`, whi
 
 def trained(
     options: Options = lambda hvd: {}, *, parts: int = 1, is_sum: bool = False, normalized: bool = False
-) -> Callable[[Trainee], Tensor]:
+) -> Callable[[Trainer], Tensor]:
     """Return the training by Horovod's optimizer.
 
     Args:
@@ -34,25 +34,25 @@ def trained(
         normalized: use Horovod's SyncBatchNorm.
     """
 
-    def train(trainee: Trainee) -> Tensor:
+    def train(trainer: Trainer) -> Tensor:
         import mpisgd.horovod as hvd
 
         hvd.init()
-        model = trainee.problem.model()
+        model = trainer.problem.model()
         if normalized:
             assert isinstance(model, nn.Sequential)
-            model[1] = hvd.SyncBatchNorm(HIDDEN).to(trainee.problem.dtype)
-        alone = trainee.sabotage is Sabotage.NO_COMMUNICATION
+            model[1] = hvd.SyncBatchNorm(HIDDEN).to(trainer.problem.dtype)
+        alone = trainer.sabotage is Sabotage.NO_COMMUNICATION
         sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())] if alone else []
         optimizer = hvd.DistributedOptimizer(
             sgd(list(model.parameters())),
             named_parameters=model.named_parameters(),
-            process_set=sets[trainee.rank] if sets else hvd.global_process_set,
+            process_set=sets[trainer.rank] if sets else hvd.global_process_set,
             backward_passes_per_step=parts,
             **options(hvd),
         )
-        divisor = trainee.problem.size if is_sum else 1
-        rows = trainee.train(
+        divisor = trainer.problem.size if is_sum else 1
+        rows = trainer.train(
             model, optimizer, backward=lambda loss: torch.autograd.backward(loss / divisor), parts=parts
         )
         for process_set in sets:
@@ -72,12 +72,12 @@ def adaptive(problem: Problem, _: int) -> Tensor:
     return trajectory(problem, sgd, Definition(Adasum(of_steps=True)))
 
 
-def _equal(name: str, train: Callable[[Trainee], Tensor], **options: Any) -> Mode:
+def _equal(name: str, train: Callable[[Trainer], Tensor], **options: Any) -> Mode:
     return Mode(f"hvd: {name}", FAMILY, train, equal_to_one_process(sgd), **options)
 
 
 def _defined(
-    name: str, train: Callable[[Trainee], Tensor], reference: Callable[[Problem], Reference], **options: Any
+    name: str, train: Callable[[Trainer], Tensor], reference: Callable[[Problem], Reference], **options: Any
 ) -> Mode:
     return Mode(f"hvd: {name}", FAMILY, train, reference, (2, 2**31), **options)
 

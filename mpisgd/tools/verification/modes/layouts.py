@@ -10,7 +10,7 @@ from mpisgd.tools.verification.modes.distributed_tensors import joined, train_di
 from mpisgd.tools.verification.modes.synchronous import equal_to_one_process, sgd
 from mpisgd.tools.verification.problem import Batch
 from mpisgd.tools.verification.sabotage import Sabotage
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 
 __all__ = ["LAYOUTS"]
 
@@ -26,25 +26,25 @@ NAMES = {
 }
 
 
-def laid_out(rules: str, mesh: str) -> Callable[[Trainee], Tensor]:
+def laid_out(rules: str, mesh: str) -> Callable[[Trainer], Tensor]:
     """Return the training in a layout, in which all ranks have the joined batch.
 
     Without communication each rank has the whole model, and its own share of the batch.
     """
 
-    def train(trainee: Trainee) -> Tensor:
-        model = trainee.problem.model()
-        if trainee.sabotage is Sabotage.NO_COMMUNICATION:
-            return train_distributed(trainee, model, trainee.batch)
-        layout = mpisgd.layout(rules, mesh=mesh.format(size=trainee.problem.size))
+    def train(trainer: Trainer) -> Tensor:
+        model = trainer.problem.model()
+        if trainer.sabotage is Sabotage.NO_COMMUNICATION:
+            return train_distributed(trainer, model, trainer.batch)
+        layout = mpisgd.layout(rules, mesh=mesh.format(size=trainer.problem.size))
         layout.distribute(model, NAMES, inputs=("batch", "in"), outputs=("batch", "out"))
-        everyone = range(trainee.problem.size)
+        everyone = range(trainer.problem.size)
 
         def batch(step: int) -> Batch:
-            inputs, targets = joined(trainee, step, everyone)
+            inputs, targets = joined(trainer, step, everyone)
             return inputs, layout.shard(targets, ("batch", "out"))
 
-        return train_distributed(trainee, model, batch)
+        return train_distributed(trainer, model, batch)
 
     return train
 

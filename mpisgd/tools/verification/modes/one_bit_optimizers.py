@@ -17,7 +17,7 @@ from mpisgd.tools.verification.mode import Mode, between_orders
 from mpisgd.tools.verification.paper_run import Definition
 from mpisgd.tools.verification.papers import in_order
 from mpisgd.tools.verification.problem import Problem
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import trajectory
 
 __all__ = ["ONE_BIT_OPTIMIZERS"]
@@ -37,13 +37,13 @@ def rate(_: int) -> float:
     return LR
 
 
-def trained_by(make: MakeOptimizer) -> Callable[[Trainee], Tensor]:
+def trained_by(make: MakeOptimizer) -> Callable[[Trainer], Tensor]:
     """Return the training by an optimizer that communicates by itself."""
 
-    def train(trainee: Trainee) -> Tensor:
-        model = trainee.problem.model()
-        optimizer = make(list(model.parameters()), trainee.group())
-        return torch.stack(trainee.train(model, optimizer))
+    def train(trainer: Trainer) -> Tensor:
+        model = trainer.problem.model()
+        optimizer = make(list(model.parameters()), trainer.group())
+        return torch.stack(trainer.train(model, optimizer))
 
     return train
 

@@ -13,39 +13,39 @@ from mpisgd.tools.verification.mode import JOINED, Mode, between_orders
 from mpisgd.tools.verification.modes.synchronous import equal_to_one_process, sgd
 from mpisgd.tools.verification.paper_run import Definition, PaperRun, gradients
 from mpisgd.tools.verification.problem import Batch, Problem, flat_parameters
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 
 __all__ = ["PIPELINES"]
 
 MICRO_BATCHES = 3
 
 
-def pipelined(schedule: str) -> Callable[[Trainee], Tensor]:
+def pipelined(schedule: str) -> Callable[[Trainer], Tensor]:
     """Return the training by a schedule, a stage on each rank; all ranks have the joined batch.
 
     Without communication each rank trains all stages, on its own share. Where a schedule does not flush,
     only the parameters at the end are compared.
     """
 
-    def train(trainee: Trainee) -> Tensor:
-        problem, group = trainee.problem, trainee.group()
+    def train(trainer: Trainer) -> Tensor:
+        problem, group = trainer.problem, trainer.group()
         model = problem.model()
         assert isinstance(model, nn.Sequential)
         pipeline = Pipeline(
             model,
             schedule=schedule,
             num_micro_batches=MICRO_BATCHES,
-            loss=lambda out, target: trainee.loss(lambda _: out, (out, target)),
+            loss=lambda out, target: trainer.loss(lambda _: out, (out, target)),
             optimizer=sgd,
             group=group,
         )
         flushes = pipeline.schedule.flushes
         rows = []
         for step in range(problem.steps):
-            inputs, targets = _batch(trainee, step, alone=group is not None)
+            inputs, targets = _batch(trainer, step, alone=group is not None)
             pipeline.step(inputs, targets)
             params = [param for stage in pipeline.stages.values() for param in stage.parameters()]
-            trainee.end_step(params)
+            trainer.end_step(params)
             if flushes:
                 rows.append(_of_all_stages(params, group))
         if not flushes:
@@ -57,9 +57,9 @@ def pipelined(schedule: str) -> Callable[[Trainee], Tensor]:
     return train
 
 
-def _batch(trainee: Trainee, step: int, *, alone: bool) -> Batch:
-    ranks = [trainee.rank] if alone else range(trainee.problem.size)
-    return [torch.cat(parts) for parts in zip(*(trainee.batch(step, rank) for rank in ranks), strict=True)]
+def _batch(trainer: Trainer, step: int, *, alone: bool) -> Batch:
+    ranks = [trainer.rank] if alone else range(trainer.problem.size)
+    return [torch.cat(parts) for parts in zip(*(trainer.batch(step, rank) for rank in ranks), strict=True)]
 
 
 def _of_all_stages(params: list[nn.Parameter], group: mpisgd.Group | None) -> Tensor:

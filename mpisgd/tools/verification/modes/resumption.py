@@ -19,7 +19,7 @@ from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.modes.synchronous import adam, distributed, equal_to_one_process, sgd
 from mpisgd.tools.verification.problem import flat_parameters
 from mpisgd.tools.verification.sabotage import Sabotage
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import MakeOptimizer
 
 __all__ = ["RESUMPTION"]
@@ -27,47 +27,47 @@ __all__ = ["RESUMPTION"]
 FAMILY = "saved, and with other ranks"
 
 
-def resumed(trainee: Trainee) -> Tensor:
+def resumed(trainer: Trainer) -> Tensor:
     """Train the first half, save, and train the rest with a new model and optimizer from what was saved."""
-    half = _half(trainee)
-    model, optimizer = distributed(trainee, adam)
-    rows = trainee.train(model, optimizer, last=half)
+    half = _half(trainer)
+    model, optimizer = distributed(trainer, adam)
+    rows = trainer.train(model, optimizer, last=half)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    model, optimizer = distributed(trainee, adam)
+    model, optimizer = distributed(trainer, adam)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    return torch.stack([*rows, *trainee.train(model, optimizer, first=half)])
+    return torch.stack([*rows, *trainer.train(model, optimizer, first=half)])
 
 
-def fewer_ranks(trainee: Trainee) -> Tensor:
+def fewer_ranks(trainer: Trainer) -> Tensor:
     """Train the second half without the last rank, as after its loss; it watches."""
-    half, others = _half(trainee), trainee.smaller_group()
-    model, optimizer = distributed(trainee, sgd)
-    rows = trainee.train(model, optimizer, last=half)
+    half, others = _half(trainer), trainer.smaller_group()
+    model, optimizer = distributed(trainer, sgd)
+    rows = trainer.train(model, optimizer, last=half)
     if others is not None:
         optimizer.rebuild(others)
-    return torch.stack([*rows, *_train_without_last(trainee, model, optimizer, others, half, None)])
+    return torch.stack([*rows, *_train_without_last(trainer, model, optimizer, others, half, None)])
 
 
-def from_files(*, fewer: bool) -> Callable[[Trainee], Tensor]:
+def from_files(*, fewer: bool) -> Callable[[Trainer], Tensor]:
     """Return the training that is saved in files, and loaded by a rank fewer, or by a rank more."""
 
-    def train(trainee: Trainee) -> Tensor:
-        half, everyone, others = _half(trainee), trainee.group(), trainee.smaller_group()
+    def train(trainer: Trainer) -> Tensor:
+        half, everyone, others = _half(trainer), trainer.group(), trainer.smaller_group()
         folder = Path(mpisgd.broadcast_object(tempfile.mkdtemp() if mpisgd.rank() == 0 else ""))
         rows = []
         for begin, end, without_last in ((0, half, not fewer), (half, None, fewer)):
             group = others if without_last else everyone
-            model = trainee.problem.model()
+            model = trainer.problem.model()
             made = adam(list(model.parameters()))
             takes_part = group is not None or not without_last
             optimizer = mpisgd.DistributedOptimizer(made, group=group) if takes_part else made
             if begin and takes_part:
                 checkpoint.load(folder, group=group, model=model, optimizer=optimizer)
             if without_last:
-                rows += _train_without_last(trainee, model, optimizer, group, begin, end)
+                rows += _train_without_last(trainer, model, optimizer, group, begin, end)
             else:
-                rows += trainee.train(model, optimizer, first=begin, last=end)
+                rows += trainer.train(model, optimizer, first=begin, last=end)
             if not begin and takes_part and (group is None or 0 in group.ranks):
                 checkpoint.save(folder, half, group=group, model=model, optimizer=optimizer)
             mpisgd.barrier()
@@ -78,12 +78,12 @@ def from_files(*, fewer: bool) -> Callable[[Trainee], Tensor]:
     return train
 
 
-def _half(trainee: Trainee) -> int:
-    return max(1, trainee.problem.steps // 2)
+def _half(trainer: Trainer) -> int:
+    return max(1, trainer.problem.steps // 2)
 
 
 def _train_without_last(
-    trainee: Trainee,
+    trainer: Trainer,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     others: Group | None,
@@ -92,9 +92,9 @@ def _train_without_last(
 ) -> list[Tensor]:
     """Train some steps by all ranks but the last, which sees what rank 0 has; return the parameters."""
     rows = []
-    for step in range(first, trainee.problem.steps if last is None else last):
+    for step in range(first, trainer.problem.steps if last is None else last):
         if others is not None:
-            trainee.step(step, model, optimizer, size=trainee.problem.size - 1)
+            trainer.step(step, model, optimizer, size=trainer.problem.size - 1)
         mine = flat_parameters(model)
         seen = mine.clone()
         mpisgd.broadcast(seen, 0)
@@ -102,11 +102,11 @@ def _train_without_last(
     return rows
 
 
-def after_a_loss(trainee: Trainee) -> Tensor:
+def after_a_loss(trainer: Trainer) -> Tensor:
     """Train with `mpisgd.elastic`; the last rank is killed in the middle, between forward and backward."""
-    problem, model = trainee.problem, trainee.problem.model()
+    problem, model = trainer.problem, trainer.problem.model()
     rows: list[Tensor] = []
-    alone = trainee.sabotage is Sabotage.NO_COMMUNICATION
+    alone = trainer.sabotage is Sabotage.NO_COMMUNICATION
     made = sgd(list(model.parameters()))
     optimizer = made if alone else mpisgd.DistributedOptimizer(made, model.named_parameters())
 
@@ -114,9 +114,9 @@ def after_a_loss(trainee: Trainee) -> Tensor:
     def train(state: mpisgd.elastic.State) -> None:
         while state.step < problem.steps:
             is_last = mpisgd.rank() == problem.size - 1
-            if is_last and state.step == _half(trainee):
+            if is_last and state.step == _half(trainer):
                 os.kill(os.getpid(), signal.SIGKILL)
-            trainee.step(state.step, model, optimizer, rank=mpisgd.rank(), size=mpisgd.size())
+            trainer.step(state.step, model, optimizer, rank=mpisgd.rank(), size=mpisgd.size())
             rows[state.step :] = [flat_parameters(model)]
             state.step += 1
             state.commit()
@@ -126,7 +126,7 @@ def after_a_loss(trainee: Trainee) -> Tensor:
 
 
 def _mode(
-    name: str, train: Callable[[Trainee], Tensor], make: MakeOptimizer, *, least: int = 2, **options: Any
+    name: str, train: Callable[[Trainer], Tensor], make: MakeOptimizer, *, least: int = 2, **options: Any
 ) -> Mode:
     return Mode(name, FAMILY, train, equal_to_one_process(make), sizes=(least, 2**31), **options)
 

@@ -14,7 +14,7 @@ from mpisgd.tools.verification.modes.synchronous import native, sgd
 from mpisgd.tools.verification.papers import paper_of
 from mpisgd.tools.verification.problem import Problem
 from mpisgd.tools.verification.sabotage import Sabotage
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import trajectory
 
 __all__ = ["STRATEGIES"]
@@ -58,10 +58,10 @@ def by_paper(
     return simulate
 
 
-def pushing(trainee: Trainee) -> Tensor:
+def pushing(trainer: Trainer) -> Tensor:
     """Train with push-sum, whose matrix is one for as many ranks as there are."""
-    size = 1 if trainee.sabotage is Sabotage.NO_COMMUNICATION else trainee.problem.size
-    return native(sgd, strategy=push_sum(size))(trainee)
+    size = 1 if trainer.sabotage is Sabotage.NO_COMMUNICATION else trainer.problem.size
+    return native(sgd, strategy=push_sum(size))(trainer)
 
 
 def push_sum(size: int) -> mpisgd.Strategy:

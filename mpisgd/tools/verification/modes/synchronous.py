@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.tools.verification.mode import JOINED, Mode, Reference, between_orders
 from mpisgd.tools.verification.problem import KNOWN, Problem, flat_parameters, wide_problem
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import MakeOptimizer, joined_batch
 
 __all__ = ["SYNCHRONOUS", "adam", "distributed", "equal_to_one_process", "native", "sgd"]
@@ -51,62 +51,62 @@ def equal_to_one_process(
     return reference
 
 
-def native(make_optimizer: MakeOptimizer, parts: int = 1, **options: Any) -> Callable[[Trainee], Tensor]:
+def native(make_optimizer: MakeOptimizer, parts: int = 1, **options: Any) -> Callable[[Trainer], Tensor]:
     """Return the training by `DistributedOptimizer` with these options."""
 
-    def train(trainee: Trainee) -> Tensor:
-        model, optimizer = distributed(trainee, make_optimizer, **options)
-        return torch.stack(trainee.train(model, optimizer, parts=parts))
+    def train(trainer: Trainer) -> Tensor:
+        model, optimizer = distributed(trainer, make_optimizer, **options)
+        return torch.stack(trainer.train(model, optimizer, parts=parts))
 
     return train
 
 
 def distributed(
-    trainee: Trainee, make_optimizer: MakeOptimizer, **options: Any
+    trainer: Trainer, make_optimizer: MakeOptimizer, **options: Any
 ) -> tuple[nn.Module, mpisgd.DistributedOptimizer]:
     """Return a new model and its optimizer."""
-    model, group = trainee.problem.model(), trainee.group()
+    model, group = trainer.problem.model(), trainer.group()
     made = make_optimizer(list(model.parameters()))
     return model, mpisgd.DistributedOptimizer(made, model.named_parameters(), group=group, **options)
 
 
-def clipped(**options: Any) -> Callable[[Trainee], Tensor]:
+def clipped(**options: Any) -> Callable[[Trainer], Tensor]:
     """Return the training with clipped gradients."""
 
-    def train(trainee: Trainee) -> Tensor:
-        model, optimizer = distributed(trainee, sgd, **options)
+    def train(trainer: Trainer) -> Tensor:
+        model, optimizer = distributed(trainer, sgd, **options)
         return torch.stack(
-            trainee.train(model, optimizer, before_step=lambda: optimizer.clip_grad_norm_(MAX_NORM))
+            trainer.train(model, optimizer, before_step=lambda: optimizer.clip_grad_norm_(MAX_NORM))
         )
 
     return train
 
 
-def sums(trainee: Trainee) -> Tensor:
+def sums(trainer: Trainer) -> Tensor:
     """Train with the sum of the gradients of losses that are divided by the number of ranks."""
-    model, optimizer = distributed(trainee, sgd, op=mpisgd.ReduceOp.SUM)
-    size = trainee.problem.size
+    model, optimizer = distributed(trainer, sgd, op=mpisgd.ReduceOp.SUM)
+    size = trainer.problem.size
     return torch.stack(
-        trainee.train(model, optimizer, backward=lambda loss: torch.autograd.backward(loss / size))
+        trainer.train(model, optimizer, backward=lambda loss: torch.autograd.backward(loss / size))
     )
 
 
-def scaled(trainee: Trainee) -> Tensor:
+def scaled(trainer: Trainer) -> Tensor:
     """Train with a GradScaler, whose scales are powers of two."""
-    model, optimizer = distributed(trainee, sgd)
+    model, optimizer = distributed(trainer, sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     rows = []
-    for step in range(trainee.problem.steps):
+    for step in range(trainer.problem.steps):
         optimizer.zero_grad()
-        torch.autograd.backward(scaler.scale(trainee.loss(model, trainee.batch(step))))
+        torch.autograd.backward(scaler.scale(trainer.loss(model, trainer.batch(step))))
         scaler.step(optimizer)
         scaler.update()
-        trainee.end_step(list(model.parameters()))
+        trainer.end_step(list(model.parameters()))
         rows.append(flat_parameters(model))
     return torch.stack(rows)
 
 
-def _mode(name: str, train: Callable[[Trainee], Tensor], make: MakeOptimizer = sgd, **options: Any) -> Mode:
+def _mode(name: str, train: Callable[[Trainer], Tensor], make: MakeOptimizer = sgd, **options: Any) -> Mode:
     max_norm = options.pop("max_norm", 0.0)
     return Mode(name, FAMILY, train, equal_to_one_process(make, max_norm), **options)
 

@@ -24,70 +24,70 @@ from mpisgd.tools.verification.modes.distributed_tensors import joined, local, t
 from mpisgd.tools.verification.modes.synchronous import adam, equal_to_one_process, sgd
 from mpisgd.tools.verification.problem import Batch, normalized_problem
 from mpisgd.tools.verification.sabotage import Sabotage
-from mpisgd.tools.verification.trainee import Trainee
+from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import MakeOptimizer
 from mpisgd.transport.messages.link import even_ranges
 
 __all__ = ["TORCH_PROGRAMS"]
 
 
-def ddp(trainee: Trainee) -> Tensor:
+def ddp(trainer: Trainer) -> Tensor:
     """Train with DistributedDataParallel."""
-    model = trainee.problem.model()
-    wrapped = DistributedDataParallel(model, process_group=trainee.process_group())
-    return torch.stack(trainee.train(model, sgd(list(model.parameters())), forward=wrapped))
+    model = trainer.problem.model()
+    wrapped = DistributedDataParallel(model, process_group=trainer.process_group())
+    return torch.stack(trainer.train(model, sgd(list(model.parameters())), forward=wrapped))
 
 
-def synchronized_norm(trainee: Trainee) -> Tensor:
+def synchronized_norm(trainer: Trainer) -> Tensor:
     """Train with batch normalization over the examples of all ranks, by the native optimizer."""
-    model, group = trainee.problem.model(), trainee.group()
+    model, group = trainer.problem.model(), trainer.group()
     model = mpisgd.SyncBatchNorm.convert_sync_batchnorm(model, group)
     optimizer = mpisgd.DistributedOptimizer(
         sgd(list(model.parameters())), model.named_parameters(), group=group
     )
-    return torch.stack(trainee.train(model, optimizer))
+    return torch.stack(trainer.train(model, optimizer))
 
 
-def zero_redundancy(trainee: Trainee) -> Tensor:
+def zero_redundancy(trainer: Trainer) -> Tensor:
     """Train with DDP and torch's ZeroRedundancyOptimizer (ZeRO-1)."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model, group = trainee.problem.model(), trainee.process_group()
+    model, group = trainer.problem.model(), trainer.process_group()
     wrapped = DistributedDataParallel(model, process_group=group)
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, process_group=group, lr=0.01, eps=1e-4
     )
-    return torch.stack(trainee.train(model, optimizer, forward=wrapped))
+    return torch.stack(trainer.train(model, optimizer, forward=wrapped))
 
 
-def fully_sharded(trainee: Trainee) -> Tensor:
+def fully_sharded(trainer: Trainer) -> Tensor:
     """Train with FSDP2 (ZeRO-3)."""
-    group = trainee.process_group()
+    group = trainer.process_group()
     return _sharded(
-        trainee, _layers(trainee), _mesh() if group is None else DeviceMesh.from_group(group, "cpu")
+        trainer, _layers(trainer), _mesh() if group is None else DeviceMesh.from_group(group, "cpu")
     )
 
 
-def sharded_and_tensor_parallel(trainee: Trainee) -> Tensor:
+def sharded_and_tensor_parallel(trainer: Trainer) -> Tensor:
     """Train with FSDP2 over two pairs of ranks that divide the hidden layer: every pair has its share."""
-    model = _layers(trainee)
+    model = _layers(trainer)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    first = trainee.rank // 2 * 2
+    first = trainer.rank // 2 * 2
 
     def batch(step: int) -> Batch:
-        return joined(trainee, step, (first, first + 1))
+        return joined(trainer, step, (first, first + 1))
 
-    if trainee.sabotage is Sabotage.NO_COMMUNICATION:  # between the pairs
-        return train_distributed(trainee, model, batch)
-    return _sharded(trainee, model, mesh["dp"], batch)
+    if trainer.sabotage is Sabotage.NO_COMMUNICATION:  # between the pairs
+        return train_distributed(trainer, model, batch)
+    return _sharded(trainer, model, mesh["dp"], batch)
 
 
 def _sharded(
-    trainee: Trainee, model: nn.Sequential, mesh: DeviceMesh, batch: Callable[[int], Batch] | None = None
+    trainer: Trainer, model: nn.Sequential, mesh: DeviceMesh, batch: Callable[[int], Batch] | None = None
 ) -> Tensor:
     _shard(model, mesh)
-    return train_distributed(trainee, model, batch or trainee.batch)
+    return train_distributed(trainer, model, batch or trainer.batch)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -98,50 +98,50 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def tensor_parallel(trainee: Trainee) -> Tensor:
+def tensor_parallel(trainer: Trainer) -> Tensor:
     """Train with the hidden layer divided by columns and rows; every rank has the joined batch."""
-    model = _layers(trainee)
-    if trainee.sabotage is Sabotage.NO_COMMUNICATION:  # the part that a rank would have, and no sum
-        model[2].register_forward_pre_hook(_keep_own_columns(trainee))
+    model = _layers(trainer)
+    if trainer.sabotage is Sabotage.NO_COMMUNICATION:  # the part that a rank would have, and no sum
+        model[2].register_forward_pre_hook(_keep_own_columns(trainer))
     else:
         parallelize_module(model, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    everyone = range(trainee.problem.size)
-    return train_distributed(trainee, model, lambda step: joined(trainee, step, everyone))
+    everyone = range(trainer.problem.size)
+    return train_distributed(trainer, model, lambda step: joined(trainer, step, everyone))
 
 
-def three_ways(trainee: Trainee) -> Tensor:
+def three_ways(trainer: Trainer) -> Tensor:
     """Train a pipeline of two stages, each sharded over two ranks (FSDP2) of pairs that divide its layers."""
     axes = ("pp", "dp", "tp")
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
     stage, half, _ = (mesh.get_local_rank(axis) for axis in axes)
-    mine = _layers(trainee)[3 * stage : 3 * stage + 3 - stage]
+    mine = _layers(trainer)[3 * stage : 3 * stage + 3 - stage]
     first: dict[str, ParallelStyle] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     second: dict[str, ParallelStyle] = {"4": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(mine, mesh["tp"], (first, second)[stage])
-    if trainee.sabotage is not Sabotage.NO_COMMUNICATION:  # between the halves of the batch
+    if trainer.sabotage is not Sabotage.NO_COMMUNICATION:  # between the halves of the batch
         _shard(mine, mesh["dp"])
     ranks = range(half * 4, half * 4 + 4)
     return _train_stage(
-        trainee, mine, stage, 2, mesh["pp"].get_group(), lambda step: joined(trainee, step, ranks)
+        trainer, mine, stage, 2, mesh["pp"].get_group(), lambda step: joined(trainer, step, ranks)
     )
 
 
-def pipeline(trainee: Trainee) -> Tensor:
+def pipeline(trainer: Trainer) -> Tensor:
     """Train a stage on each rank, by torch's GPipe schedule; every micro-batch is a rank's share.
 
     Without communication each rank trains all layers, with the micro-batch that is its share.
     """
-    problem, group = trainee.problem, trainee.process_group()
-    stages, stage = (problem.size, trainee.rank) if group is None else (1, 0)
-    layers = _layers(trainee)
+    problem, group = trainer.problem, trainer.process_group()
+    stages, stage = (problem.size, trainer.rank) if group is None else (1, 0)
+    layers = _layers(trainer)
     first, last = even_ranges(len(layers), stages)[stage]
     mine = layers[first:last]
-    ranks = range(problem.size) if group is None else [trainee.rank]
-    return _train_stage(trainee, mine, stage, stages, group, lambda step: joined(trainee, step, ranks))
+    ranks = range(problem.size) if group is None else [trainer.rank]
+    return _train_stage(trainer, mine, stage, stages, group, lambda step: joined(trainer, step, ranks))
 
 
 def _train_stage(
-    trainee: Trainee,
+    trainer: Trainer,
     mine: nn.Module,
     stage: int,
     stages: int,
@@ -154,16 +154,16 @@ def _train_stage(
     schedule = ScheduleGPipe(
         PipelineStage(mine, stage, stages, torch.device("cpu"), group=group),
         stages,
-        loss_fn=lambda out, target: trainee.loss(lambda _: out, (out, target)),
+        loss_fn=lambda out, target: trainer.loss(lambda _: out, (out, target)),
     )
     optimizer = sgd(list(mine.parameters()))
     rows = []
-    for step in range(trainee.problem.steps):
+    for step in range(trainer.problem.steps):
         optimizer.zero_grad()
         inputs, targets = batch(step)
         schedule.step(*([inputs] if stage == 0 else []), target=targets if stage == stages - 1 else None)
         optimizer.step()
-        trainee.end_step([local(param) for param in mine.parameters()])
+        trainer.end_step([local(param) for param in mine.parameters()])
         rows.append(_of_all_stages(mine, group))
     return torch.stack(rows)
 
@@ -175,18 +175,18 @@ def _of_all_stages(stage: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat([param.flatten() for params in stages for param in params])
 
 
-def _layers(trainee: Trainee) -> nn.Sequential:
-    model = trainee.problem.model()
+def _layers(trainer: Trainer) -> nn.Sequential:
+    model = trainer.problem.model()
     assert isinstance(model, nn.Sequential)
     return model
 
 
-def _keep_own_columns(trainee: Trainee) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+def _keep_own_columns(trainer: Trainer) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
     def keep(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (hidden,) = args
-        count = hidden.shape[1] // trainee.problem.size
+        count = hidden.shape[1] // trainer.problem.size
         mask = torch.zeros(hidden.shape[1], dtype=hidden.dtype)
-        mask[trainee.rank * count : (trainee.rank + 1) * count] = 1
+        mask[trainer.rank * count : (trainer.rank + 1) * count] = 1
         return (hidden * mask,)
 
     return keep
@@ -196,7 +196,7 @@ def _mesh() -> DeviceMesh:
     return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def _mode(name: str, train: Callable[[Trainee], Tensor], make: MakeOptimizer = sgd, **options: Any) -> Mode:
+def _mode(name: str, train: Callable[[Trainer], Tensor], make: MakeOptimizer = sgd, **options: Any) -> Mode:
     return Mode(name, "torch over MPI", train, equal_to_one_process(make), **options)
 
 

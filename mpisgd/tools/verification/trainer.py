@@ -1,4 +1,4 @@
-"""`Trainee`: what a mode trains with on this rank: groups, batches and the loop over the steps."""
+"""`Trainer`: what a mode trains with on this rank: groups, batches and the loop over the steps."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from mpisgd.tools.verification.paper_run import needs_closure
 from mpisgd.tools.verification.problem import Batch, Problem, flat_parameters
 from mpisgd.tools.verification.sabotage import Sabotage
 
-__all__ = ["Trainee"]
+__all__ = ["Trainer"]
 
 WRONG = -1.5
 
 
-class Trainee:
+class Trainer:
     """This rank's part of a training of one mode.
 
     Args:

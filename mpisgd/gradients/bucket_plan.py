@@ -21,8 +21,8 @@ from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.interfaces.host_transport import Region
 
 __all__ = [
+    "BucketPlan",
     "BucketSlot",
-    "Plan",
     "agree_on_plan",
     "describe_covered",
     "is_alone",
@@ -58,7 +58,7 @@ class BucketSlot(NamedTuple):
         return self.storage.layouts
 
 
-class Plan(NamedTuple):
+class BucketPlan(NamedTuple):
     """What every rank of a group does with the gradients of its parameters.
 
     Attributes:
@@ -95,7 +95,7 @@ def agree_on_plan(
     make_slots: Callable[[Sequence[Bucket]], Sequence[BucketSlot]],
     order: Sequence[int] | None = None,
     storage_order: Sequence[int] | None = None,
-) -> Plan:
+) -> BucketPlan:
     """Make the same plan on every rank, apart what is sparse on any rank. Collective.
 
     Args:
@@ -134,7 +134,7 @@ def agree_on_plan(
     # The order in which elements travel is a part of the plan; `model.to(memory_format=...)` changes it.
     strides = repr([layout_of(params[index]).stride for index in covered])
     layout_hash = hashlib.blake2b(strides.encode(), digest_size=4).hexdigest()
-    return Plan(covered, tuple(slots), sparse, f"{plan_hash(buckets):016x}-{layout_hash}")
+    return BucketPlan(covered, tuple(slots), sparse, f"{plan_hash(buckets):016x}-{layout_hash}")
 
 
 def describe_covered(covered: tuple[int, ...], total: int) -> str:
