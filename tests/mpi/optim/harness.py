@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from verdicts import everyone, referee
 
 import mpisgd
-from mpisgd.gradients import plan
+from mpisgd.gradients import bucket_plan
 from mpisgd.sharding import divided_parameters
 
 STEPS = 20 if "MPISGD_TEST_LONG" in os.environ else 10  # scripts/test --long sets it
@@ -134,7 +134,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def let_some_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have gradients of more than five numbers travel alone, as those of a large model do."""
-    for module in (plan, divided_parameters):
+    for module in (bucket_plan, divided_parameters):
         monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
 
 
