@@ -151,28 +151,34 @@ def coded() -> Row:
     return row._replace(optimizer=replace(row.optimizer, options=(("strategy", strategy),)))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "shared parameters",
-        "small buckets",
-        "used in turns",
-        "clipped",
-        "frozen and thawed",
-        "a group is added",
-        "broadcast",
-        "resumed",
-        "a rank fewer",
-        "a rank fewer, then as before",
-        "uneven data",
-        "a rank is lost",
-        "a rank is lost while it waits",
-    ],
+HAPPENING = (
+    "shared parameters",
+    "small buckets",
+    "used in turns",
+    "clipped",
+    "frozen and thawed",
+    "a group is added",
+    "broadcast",
+    "resumed",
+    "a rank fewer",
+    "a rank fewer, then as before",
+    "uneven data",
+    "a rank is lost",
+    "a rank is lost while it waits",
 )
-def test_codes_are_those_of_the_paper_whatever_happens(name):
-    for division in ((4, 2), (2, 1), (3, 2)):
-        tried = try_in(coded(), [HAPPENS[name]], 0, BACKEND.run, [division])
-        assert (tried.kind, tried.has_reference) == ("ok", True), tried
+DIVISIONS = ((4, 2), (2, 1), (3, 2))
+# Each with each; in the short form each of what happens on one of them.
+IN_TURN = [
+    pytest.param(name, division, marks=() if place % len(DIVISIONS) == number else pytest.mark.long)
+    for place, name in enumerate(HAPPENING)
+    for number, division in enumerate(DIVISIONS)
+]
+
+
+@pytest.mark.parametrize(("name", "division"), IN_TURN)
+def test_codes_are_those_of_the_paper_whatever_happens(name, division):
+    tried = try_in(coded(), [HAPPENS[name]], 0, BACKEND.run, [division])
+    assert (tried.kind, tried.has_reference) == ("ok", True), tried
 
 
 def test_masters_that_are_not_saved_are_found(monkeypatch):
