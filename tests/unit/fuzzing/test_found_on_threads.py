@@ -431,3 +431,17 @@ def test_a_group_is_added_after_a_broadcast_of_the_state():
         layers=[Layer(shape=(1,)), Layer(shape=(11, 3))],
         optimizers=[Optimizer("Dion", settings, (0,), ())],
     )
+
+
+# Seed 113000218. torch's LBFGS raises where its parameters have no elements: on the rank that has them alone,
+# when the others have left.
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,)])
+def test_lbfgs_without_any_element_is_no_program_of_fewer_ranks(shape):
+    lbfgs = Optimizer("LBFGS", (("lr", 0.1),), (0,), ())
+    events = (Reload(True, 1), Step((1,)), Reload(True, 2))
+    program = Program(113000218, 2, 0, False, (Layer(shape=shape),), (lbfgs,), events)
+    assert ("the largest of no gradients" in violation(program)) == (shape == (0,))
+    if shape != (0,):
+        assert ThreadsBackend().run(program).kind == "ok"

@@ -79,6 +79,8 @@ def _impossible(program: Program) -> str:
         return "LBFGS has one parameter group"
     if "LBFGS" in names and any(layer.transposed for layer in program.layers):
         return "LBFGS views gradients as flat"
+    if "LBFGS" in names and program.is_resized and all(0 in layer.shape for layer in program.layers):
+        return "torch raises where the largest of no gradients is asked for, which some ranks would not see"
     layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
     strategy = program.optimizers[0].option("strategy")
     if len({*layers}) < len(layers) and any(mode in strategy for mode in ("async", "ssp")):
