@@ -47,8 +47,10 @@ atexit.register(leave_preloaded_modules)  # what is registered first, before tor
 
 import numpy  # noqa: E402
 import psutil  # noqa: E402, F401
+import sklearn.datasets  # noqa: E402, F401
 import torch  # noqa: E402
-import torch.distributed  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
+import torch.distributed.tensor  # noqa: E402
 import typer  # noqa: E402
 
 __all__: list[str] = []

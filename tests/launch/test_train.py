@@ -30,6 +30,8 @@ import typer
 import train
 for args in json.loads(sys.argv[1]):
     typer.main.get_command(train.app).main(args, standalone_mode=False)
+"""
+UNNEEDED = """
 unneeded = {"matplotlib", "rich", "sklearn", "sympy", "torch._dynamo"} & set(sys.modules)
 assert not unneeded, unneeded  # to import one of them takes longer than these runs
 """
@@ -51,7 +53,9 @@ def train_all(runs, num_ranks):
     """Make several runs in one job."""
     path = os.pathsep.join(filter(None, [str(PROGRAM.parent), os.environ.get("PYTHONPATH")]))
     args = json.dumps([[*map(str, run)] for run in runs])
-    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env={"PYTHONPATH": path})
+    fresh = num_ranks == 2  # one says what is imported
+    driver = DRIVER + UNNEEDED * fresh
+    done = run_python("-c", driver, args, num_ranks=num_ranks, env={"PYTHONPATH": path}, fresh=fresh)
     assert done.returncode == 0, done.stderr
 
 
