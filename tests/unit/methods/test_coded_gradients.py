@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coded_programs import FOUR, assert_resumes, on_hosts
 from paper_programs import (
     CLOSE,
-    Program,
     assert_equal,
     assert_same,
     by_mpisgd,
@@ -24,13 +24,12 @@ from torch import nn
 import mpisgd
 from mpisgd import Sharded
 from mpisgd.compress import BlockQuantized
-from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
+from mpisgd.job.threads_as_ranks import RankFailed
 from mpisgd.methods.sharded.paper import CodedGradients
 from mpisgd.tools.verification.paper_run import Definition
 from mpisgd.tools.verification.shares import Shares
 
 GRADIENTS = BlockQuantized(bits=4, block=5)
-FOUR = Program(size=4, hosts=(2, 2), make=momentum)
 SITUATIONS = {
     "one rank": replace(FOUR, size=1, hosts=()),
     "two hosts of one rank": replace(FOUR, size=2, hosts=(1, 1)),
@@ -78,11 +77,6 @@ def test_one_copy_for_each_host():
     assert_same(found, by_mpisgd(FOUR, strategy=Sharded(2, gradients=GRADIENTS)), 0.0)
 
 
-def on_hosts(train, hosts=(2, 2)):
-    """Return what the ranks of some hosts return."""
-    return run_ranks(sum(hosts), train, seed=1, ranks_per_host=hosts)
-
-
 def wrapped(params: dict[str, nn.Parameter], lr: float = 0.5, strategy=None) -> mpisgd.DistributedOptimizer:
     sgd = torch.optim.SGD(params.values(), lr=lr)
     coded = Sharded(2, gradients=GRADIENTS)
@@ -114,26 +108,11 @@ def test_ranks_without_data_count_nothing():
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended():
-    def train(resumes: bool) -> list[dict[str, torch.Tensor]]:
-        params = FOUR.start(mpisgd.rank())
-        optimizer = mpisgd.DistributedOptimizer(
+    assert_resumes(
+        lambda params: mpisgd.DistributedOptimizer(
             momentum(list(params.values())), params.items(), strategy=Sharded(2, gradients=GRADIENTS)
         )
-        for step in range(6):
-            if resumes and step == 3:
-                state, values = optimizer.state_dict(), {n: p.detach().clone() for n, p in params.items()}
-                params = {name: nn.Parameter(value) for name, value in values.items()}
-                optimizer = mpisgd.DistributedOptimizer(
-                    momentum(list(params.values())), params.items(), strategy=Sharded(2, gradients=GRADIENTS)
-                )
-                optimizer.load_state_dict(state)
-            optimizer.zero_grad()
-            for term in FOUR.terms(mpisgd.rank(), step):
-                FOUR.loss(params, mpisgd.rank(), term).backward()
-            optimizer.step()
-        return [{name: param.detach().clone() for name, param in params.items()}]
-
-    assert_same(on_hosts(lambda: train(True)), on_hosts(lambda: train(False)), 0.0)
+    )
 
 
 def test_what_is_not_finite_on_one_rank_skips_the_step_of_all():

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from coded_programs import coded_row, in_turn
 
 from mpisgd.methods.sharded.paper import CodedGradients
-from mpisgd.tools.verification.method_matrix import Row, rows, try_in
+from mpisgd.tools.verification.method_matrix import Row, try_in
 from mpisgd.tools.verification.programs.execute import has_reference
 from mpisgd.tools.verification.programs.program import Layer, Optimizer
 from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, why_undefined
@@ -46,26 +47,12 @@ COMPARED = (
 
 
 def coded() -> Row:
-    """Return the row of the matrix, with blocks that end inside of its parameters."""
-    row = next(each for each in rows() if "gradients=" in each.name)
-    strategy = "mpisgd.Sharded(2, gradients=mpisgd.compress.BlockQuantized(bits=4, block=3))"
-    return row._replace(optimizer=replace(row.optimizer, options=(("strategy", strategy),)))
+    return coded_row(
+        "gradients=", "mpisgd.Sharded(2, gradients=mpisgd.compress.BlockQuantized(bits=4, block=3))"
+    )
 
 
-def in_turn() -> list[object]:
-    """Each situation on each division into hosts; in the short form each on one of them."""
-    places = [(name, number) for number in range(len(BETWEEN_HOSTS)) for name in (None, *COMPARED)]
-    is_short = {(name, place % len(BETWEEN_HOSTS)) for place, name in enumerate((None, *COMPARED))}
-    is_short -= {each for each in is_short if each[0] == "long"}
-    return [
-        pytest.param(
-            name, BETWEEN_HOSTS[number], marks=() if (name, number) in is_short else pytest.mark.long
-        )
-        for name, number in places
-    ]
-
-
-@pytest.mark.parametrize(("name", "division"), in_turn())
+@pytest.mark.parametrize(("name", "division"), in_turn((None, *COMPARED), BETWEEN_HOSTS))
 def test_codes_between_hosts_are_those_of_the_paper(name, division):
     situations = [] if name is None else [SITUATIONS[name]]
     tried = try_in(coded(), situations, 0, BACKEND.run, [division])

@@ -6,21 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paper_programs import Program, assert_equal, assert_same, by_mpisgd, momentum, sgd
+from coded_programs import FOUR, assert_resumes, coded_row, in_turn, on_hosts
+from paper_programs import assert_equal, assert_same, by_mpisgd, momentum, sgd
 from torch import nn
 
 import mpisgd
 from mpisgd import Sharded
 from mpisgd.compress import BlockQuantized
-from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.sharding.piece import Piece
-from mpisgd.tools.verification.method_matrix import Row, rows, try_in
+from mpisgd.tools.verification.method_matrix import Row, try_in
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 from mpisgd.tools.verification.situations import SITUATIONS as HAPPENS
 
 PARAMETERS = BlockQuantized(bits=8, block=5)
 BACKEND = ThreadsBackend()
-FOUR = Program(size=4, hosts=(2, 2), make=momentum)
 SITUATIONS = {
     "one rank": replace(FOUR, size=1, hosts=()),
     "one host": replace(FOUR, size=3, hosts=()),
@@ -66,29 +65,7 @@ def wrapped(params: dict[str, nn.Parameter]) -> mpisgd.DistributedOptimizer:
 @pytest.mark.parametrize("model_first", [False, True])
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(model_first):
     """The masters are in the state, whether the model is loaded before or after it."""
-
-    def train(resumes: bool) -> list[dict[str, torch.Tensor]]:
-        params = FOUR.start(mpisgd.rank())
-        optimizer = wrapped(params)
-        for step in range(6):
-            if resumes and step == 3:
-                state, values = optimizer.state_dict(), {n: p.detach().clone() for n, p in params.items()}
-                params = FOUR.start(mpisgd.rank())
-                optimizer = wrapped(params)
-                for loads in (model_first, not model_first):
-                    if not loads:
-                        optimizer.load_state_dict(state)
-                        continue
-                    with torch.no_grad():
-                        for name, param in params.items():
-                            param.copy_(values[name])
-            optimizer.zero_grad()
-            for term in FOUR.terms(mpisgd.rank(), step):
-                FOUR.loss(params, mpisgd.rank(), term).backward()
-            optimizer.step()
-        return [{name: param.detach().clone() for name, param in params.items()}]
-
-    assert_same(on_hosts(lambda: train(True)), on_hosts(lambda: train(False)), 0.0)
+    assert_resumes(wrapped, model_first=model_first)
 
 
 def test_what_the_program_writes_reaches_the_masters():
@@ -140,15 +117,10 @@ def test_what_is_written_after_a_load_reaches_the_masters_too():
         assert float((row["bias"] - 3.0).abs().max()) < 1e-12
 
 
-def on_hosts(train, hosts=(2, 2)):
-    """Return what the ranks of some hosts return."""
-    return run_ranks(sum(hosts), train, seed=1, ranks_per_host=hosts)
-
-
 def coded() -> Row:
-    row = next(each for each in rows() if " parameters=" in each.name)
-    strategy = "mpisgd.Sharded(2, parameters=mpisgd.compress.BlockQuantized(bits=8, block=3))"
-    return row._replace(optimizer=replace(row.optimizer, options=(("strategy", strategy),)))
+    return coded_row(
+        " parameters=", "mpisgd.Sharded(2, parameters=mpisgd.compress.BlockQuantized(bits=8, block=3))"
+    )
 
 
 HAPPENING = (
@@ -167,15 +139,9 @@ HAPPENING = (
     "a rank is lost while it waits",
 )
 DIVISIONS = ((4, 2), (2, 1), (3, 2))
-# Each with each; in the short form each of what happens on one of them.
-IN_TURN = [
-    pytest.param(name, division, marks=() if place % len(DIVISIONS) == number else pytest.mark.long)
-    for place, name in enumerate(HAPPENING)
-    for number, division in enumerate(DIVISIONS)
-]
 
 
-@pytest.mark.parametrize(("name", "division"), IN_TURN)
+@pytest.mark.parametrize(("name", "division"), in_turn(HAPPENING, DIVISIONS))
 def test_codes_are_those_of_the_paper_whatever_happens(name, division):
     tried = try_in(coded(), [HAPPENS[name]], 0, BACKEND.run, [division])
     assert (tried.kind, tried.has_reference) == ("ok", True), tried
