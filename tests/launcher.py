@@ -1,17 +1,15 @@
 """Start programs as users do: alone, or under the `mpirun` that belongs to this Python."""
 
-import atexit
 import functools
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import progress
+from preloaded_python import preloaded_python
 
 # More ranks than cores, and root in a container, said in the environment: MPICH's mpirun has no such options.
 # And what is tested must not depend on what someone has measured here.
@@ -32,46 +30,12 @@ def mpirun() -> str:
     return found
 
 
-# What preloaded.py cannot do as Python does it has a start of Python.
-PRELOADED = """#!/bin/sh
-case "$1" in -[Wcm] | [!-]*) exec {python} -I -S {client} {path} "$@" ;; esac
-exec {python} "$@"
-"""
-
-
 @functools.cache
-def preloaded_python() -> str:
-    """Start the server of preloaded.py, which ends with this process; return a `python` that uses it.
-
-    An `mpirun` is beside it.
-    """
-    here = Path(__file__).parent
-    folder = Path(tempfile.mkdtemp(prefix="preloaded-"))
-    path, python = str(folder / "socket"), folder / "python"
-    words = {"python": sys.executable, "client": here / "preloaded_client.py", "path": path}
-    python.write_text(PRELOADED.format(**{name: shlex.quote(str(word)) for name, word in words.items()}))
-    python.chmod(0o755)
-    (folder / "mpirun").symlink_to(mpirun())
-    server = subprocess.Popen(
-        [sys.executable, str(here / "preloaded.py"), path],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},  # our backend is loaded by each program
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
-    server.stdout.close()
-    atexit.register(end, server, path)
-    return str(python)
-
-
-def end(server: subprocess.Popen[bytes], path: str) -> None:
-    """End a server of preloaded programs."""
-    assert server.stdin is not None
-    server.stdin.close()
-    server.wait()
-    shutil.rmtree(Path(path).parent)
+def preloaded() -> str:
+    """A `python` that forks its programs, with an `mpirun` beside it."""
+    python = preloaded_python()
+    Path(python).with_name("mpirun").symlink_to(mpirun())
+    return python
 
 
 def python(*, fresh: bool = False) -> str:
@@ -80,7 +44,7 @@ def python(*, fresh: bool = False) -> str:
     It forks them from a process that has imported torch, see preloaded.py, unless it must be a `fresh` start
     of Python; with --long it always is one.
     """
-    return sys.executable if fresh or "MPISGD_TEST_LONG" in os.environ else preloaded_python()
+    return sys.executable if fresh or "MPISGD_TEST_LONG" in os.environ else preloaded()
 
 
 def run_python(

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import run_tests
-from run_tests import Stage
+from suite_stages import Stage
 
 from gpu_checks.catalog import Setting
 from gpu_checks.finding import FAILS, Finding

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import run_tests
-from run_tests import Stage, outcomes, plan, ran_under_mpi, totals, worst
+from run_tests import outcomes, ran_under_mpi, totals, worst
+from suite_stages import ALGORITHM_TESTS, Stage, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ["python3", *(f"python3.{minor}" for minor in range(10, 15))]
@@ -204,7 +205,7 @@ def test_plan_covers_every_size_and_the_second_mpi():
         sizes = [1, 3] if each is stages else [1, 2, 3, 4]
         assert sorted(stage.size for stage in whole if stage.size) == sizes
         assert [stage.name for stage in whole if not stage.size] == ["threads 3"]
-    algorithms = [stage for stage in stages if stage.paths == (run_tests.ALGORITHM_TESTS,)]
+    algorithms = [stage for stage in stages if stage.paths == (ALGORITHM_TESTS,)]
     assert [stage.options[stage.options.index("--threads") + 1] for stage in algorithms] == ["5", "8"]
     assert any(stage.venv == ".venv-mpich" for stage in stages)
     assert all((ROOT / path.partition("::")[0]).exists() for stage in stages for path in stage.paths)

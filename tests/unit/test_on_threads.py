@@ -6,7 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-import run_tests
+import suite_stages
 
 FOLDER = Path(__file__).parents[1] / "mpi"
 
@@ -25,15 +25,15 @@ def test_a_file_is_there(file):
     assert (FOLDER / file).exists()
 
 
-def selection(stage: run_tests.Stage) -> str:
+def selection(stage: suite_stages.Stage) -> str:
     options = stage.options
     return options[options.index("-m") + 1] if "-m" in options else ""
 
 
 @pytest.mark.parametrize("long", [False, True])
 def test_what_mpirun_leaves_out_runs_on_threads(monkeypatch, long):
-    monkeypatch.setattr(run_tests, "can_simulate_gpus", lambda: True)
-    stages = run_tests.plan(long=long)
+    monkeypatch.setattr(suite_stages, "can_simulate_gpus", lambda: True)
+    stages = suite_stages.plan(long=long)
     threads = [stage for stage in stages if stage.name in ("threads 3", "gpu threads 3")]
     assert len(threads) == 2
     assert all(selection(stage).startswith("on_threads") for stage in threads)
@@ -42,5 +42,5 @@ def test_what_mpirun_leaves_out_runs_on_threads(monkeypatch, long):
 
 
 def test_every_file_of_the_ranks_runs_at_some_size():
-    left_out = [set(paths) for paths in run_tests.LEFT_OUT.values()]
+    left_out = [set(paths) for paths in suite_stages.LEFT_OUT.values()]
     assert set.intersection(*left_out) == set()

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 import mpisgd
-from mpisgd import config
-from mpisgd.tools.verification.mode import Mode, Reference
+from mpisgd.tools.verification.mode import Reference
 from mpisgd.tools.verification.problem import flat_parameters
 from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trainer import Trainer
+from mpisgd.tools.verification.trial import Trial
 
 __all__ = ["CANNOT_TELL", "Cell", "Comparison", "compare", "flaw_anywhere", "try_mode"]
 
-STEPS, QUICK_STEPS = 20, 6
 OF_A_STEP = "a hundredth of what the step moves; another order of additions may drift more"
 CANNOT_TELL = (
     "more than a hundredth of what the step moved, and no more than another order of the same additions can "
@@ -68,22 +67,17 @@ class Cell(NamedTuple):
         return not self.counts or is_found
 
 
-def try_mode(
-    mode: Mode, dtype: torch.dtype, transport: str, *, quick: bool, sabotage: Sabotage = Sabotage.NONE
-) -> Cell | None:
-    """Train with a mode on all ranks, and compare; None where the mode makes no sense. Collective."""
-    size = mpisgd.size()
-    if not mode.applies(size, mpisgd.num_nodes(), shared_memory=config.shared_memory()):
-        return None
-    cell = Cell(mode.family, mode.name, size, transport, str(dtype)[6:], sabotage.value, 0.0, 0.0, "")
+def try_mode(trial: Trial, transport: str, sabotage: Sabotage = Sabotage.NONE) -> Cell:
+    """Train with a mode on all ranks, and compare. Collective."""
+    (mode, problem, reference), size = trial, mpisgd.size()
+    dtype = str(problem.dtype)[6:]
+    cell = Cell(mode.family, mode.name, size, transport, dtype, sabotage.value, 0.0, 0.0, "")
     if not sabotage.applies(size):
         return cell._replace(reason="one rank has nobody to communicate with", counts=False)
-    problem = mode.problem(size, QUICK_STEPS if quick else STEPS, dtype)
+    if reference.flaw:
+        return cell._replace(difference=float("inf"), reason=f"the reference: {reference.flaw}")
     trainer = Trainer(problem, sabotage, stale_gradients=mode.stale_gradients)
     try:
-        reference = mode.reference(problem)
-        if flaw := flaw_anywhere(reference):
-            return cell._replace(difference=float("inf"), reason=f"the reference: {flaw}")
         mine = mode.train(trainer)
     except mpisgd.MpisgdError as exc:  # alike on all ranks, or the job ends
         return cell._replace(difference=float("inf"), reason=f"{type(exc).__name__}: {exc}")

@@ -11,6 +11,7 @@ from mpisgd import config
 from mpisgd.tools.verification.cell import Cell, try_mode
 from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.sabotage import Sabotage
+from mpisgd.tools.verification.trial import trials_of
 
 __all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Selection", "hosts_text", "run_here"]
 
@@ -88,11 +89,12 @@ def run_here(selection: Selection, report: Callable[[Cell], None]) -> list[Cell]
 
 
 def _cells(selection: Selection, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
-    for mode in modes:
-        if mode.loses_rank != (selection.losing is not None):
-            continue
-        for dtype in selection.dtypes(mode, transport):
-            for sabotage in selection.sabotages:
-                cell = try_mode(mode, dtype, transport, quick=selection.quick, sabotage=sabotage)
-                if cell is not None:
-                    yield cell
+    chosen = [
+        (mode, dtype)
+        for mode in modes
+        if mode.loses_rank == (selection.losing is not None)
+        for dtype in selection.dtypes(mode, transport)
+    ]
+    for trial in trials_of(chosen, quick=selection.quick):
+        for sabotage in selection.sabotages:
+            yield try_mode(trial, transport, sabotage)

@@ -17,6 +17,7 @@ from mpisgd.tools.verification.cell import try_mode
 from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.modes import MODES
 from mpisgd.tools.verification.sabotage import Sabotage
+from mpisgd.tools.verification.trial import Trial, trials_of
 
 pytestmark = [
     pytest.mark.mpi(min_size=1),
@@ -39,9 +40,17 @@ SABOTAGES = [sabotage for sabotage in Sabotage if sabotage is not Sabotage.NONE]
 HERE = [mode for mode in MODES if not mode.loses_rank]
 
 
-def check(mode: Mode, sabotages: list[Sabotage]) -> None:
-    cells = [try_mode(mode, mode.dtypes[0], "", quick=True, sabotage=sabotage) for sabotage in sabotages]
-    wrong = [cell for cell in cells if cell is not None and not cell.is_as_wanted]
+@pytest.fixture(scope="module")
+def trials(request: pytest.FixtureRequest, torch_group: None) -> dict[str, Trial]:
+    """The trials of the modes that are run and make sense here, by name."""
+    run = {item.callspec.params.get("mode") for item in request.session.items if hasattr(item, "callspec")}
+    chosen = [(mode, mode.dtypes[0]) for mode in HERE if mode in run]
+    return {trial.mode.name: trial for trial in trials_of(chosen, quick=True)}
+
+
+def check(trial: Trial | None, sabotages: list[Sabotage]) -> None:
+    cells = [try_mode(trial, "", sabotage) for sabotage in sabotages if trial is not None]
+    wrong = [cell for cell in cells if not cell.is_as_wanted]
     everyone(not wrong, f"{wrong}")
 
 
@@ -60,14 +69,14 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("place", "mode"), PLACES, ids=lambda value: getattr(value, "name", ""))
-def test_a_mode_is_equal_and_a_sabotage_is_found(place: int, mode: Mode):
-    check(mode, [Sabotage.NONE, SABOTAGES[place % len(SABOTAGES)]])
+def test_a_mode_is_equal_and_a_sabotage_is_found(place: int, mode: Mode, trials: dict[str, Trial]):
+    check(trials.get(mode.name), [Sabotage.NONE, SABOTAGES[place % len(SABOTAGES)]])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", HERE, ids=lambda mode: mode.name)
-def test_every_sabotage_of_a_mode_is_found(mode: Mode):
-    check(mode, SABOTAGES)
+def test_every_sabotage_of_a_mode_is_found(mode: Mode, trials: dict[str, Trial]):
+    check(trials.get(mode.name), SABOTAGES)
 
 
 def batches(count: int) -> list[list[torch.Tensor]]:

@@ -158,6 +158,7 @@ from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
 from mpisgd.tools.verification.cell import try_mode
 from mpisgd.tools.verification.modes.pairs import PAIRS
+from mpisgd.tools.verification.trial import trials_of
 from mpisgd.methods.cost_kit import World
 from mpisgd.methods.costs import cost_of, wire_of
 from mpisgd.methods.sizes import parameter, sizes_of
@@ -177,11 +178,12 @@ assert paper_sections.PAPERS["mpisgd.compress.Cut"] == ("cut",)
 assert mpisgd.MeanEvery().goes_with.compression.why_not(mpisgd.compress.Cut())  # it sends nothing by it
 modes = [mode for mode in PAIRS if "MeanEvery" in mode.name or "Cut" in mode.name]
 assert {"MeanEvery(), Compression.none", "Synchronous(), compress.Cut()"} <= {mode.name for mode in modes}
-for mode in modes:
-    cells = run_ranks(3, lambda: try_mode(mode, torch.float64, "threads", quick=True))
+wanted = [(mode, torch.float64) for mode in modes]
+for cells in run_ranks(3, lambda: [try_mode(trial, "threads") for trial in trials_of(wanted, quick=True)]):
+    assert len(cells) == len(modes)
     for cell in cells:
         assert cell.is_equal, cell
-    print(mode.name, cells[0].difference)
+        print(cell.mode, cell.difference)
 
 # plan, memory: as LocalSGD without anything kept beside
 own, local = (cost_of(each.strategy) for each in planned_methods("MeanEvery(every=2); LocalSGD(2)"))

@@ -1,6 +1,8 @@
-"""A server that has imported torch, and forks a process for each program: `python preloaded.py SOCKET`.
+"""A server that has imported torch, and forks a process for each program.
 
-Most jobs of these tests last a second, and to import torch takes each rank another one. mpirun starts
+    python preloaded.py SOCKET EXECUTABLE [MODULE ...]
+
+Most jobs of the tests last a second, and to import torch takes each rank another one. mpirun starts
 `preloaded_client.py` as a rank; the program then runs in a child of this server, with the rank's arguments,
 environment, working directory, files, cores and namespaces (on an emulated host), and whatever mpirun does to
 the rank is done to the child.
@@ -20,6 +22,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import marshal
 import os
 import runpy
@@ -269,11 +272,13 @@ def keep_preloaded() -> None:
     c.on_exit(c.fcloseall, None)
 
 
-def main(path: str) -> None:
+def main(path: str, executable: str, *modules: str) -> None:
     load_typer()
+    for module in modules:
+        importlib.import_module(module)
     keep_preloaded()
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.executable = str(Path(path).with_name("python"))  # so that what a program starts is preloaded, too
+    sys.executable = executable  # where it is that of this server, what a program starts is preloaded, too
     own_paths = [place for place in sys.path[1:] if place not in given]
     gc.collect()
     gc.freeze()  # else each program's collections go through torch, and copy its memory page by page
@@ -286,4 +291,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
