@@ -30,10 +30,20 @@ def mpirun() -> str:
     return found
 
 
+# What many of the programs import beside torch, some for longer than they run; none of it loads MPI.
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "mpisgd.checkpoint",
+    "mpisgd.optim.distributed",
+)
+
+
 @functools.cache
 def preloaded() -> str:
     """A `python` that forks its programs, with an `mpirun` beside it."""
-    python = preloaded_python()
+    python = preloaded_python(PRELOADED)
     Path(python).with_name("mpirun").symlink_to(mpirun())
     return python
 

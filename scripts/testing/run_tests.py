@@ -27,8 +27,8 @@ from suite_stages import EXTRAS, FRESH, ROOT, Stage, can_simulate_gpus, plan, se
 
 OUTPUT = ROOT / "runs" / "tests"
 
-# What tests import beside torch, and takes as long.
-PRELOADED = ("torch._dynamo", "pytest")
+# What tests import beside torch, and takes as long; none of it loads MPI.
+PRELOADED = ("torch._dynamo", "pytest", "mpisgd.checkpoint", "mpisgd.optim.distributed")
 
 # A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile. A third
 # one finds them busy.
