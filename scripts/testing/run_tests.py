@@ -30,9 +30,10 @@ OUTPUT = ROOT / "runs" / "tests"
 # What tests import beside torch, and takes as long; none of it loads MPI.
 PRELOADED = ("torch._dynamo", "pytest", "mpisgd.checkpoint", "mpisgd.optim.distributed")
 
-# A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile. A third
-# one finds them busy.
-SIDE_BY_SIDE = 2
+# A stage of several processes waits for them to start and for each other; another one uses the cores
+# meanwhile, and of what is left one of a single process, which others do not wait for.
+SIDE_BY_SIDE, ALONE = 2, 1
+NICENESS = 10
 
 # What each rank runs, by the stage's Python: the launcher's variable tells the rank before MPI has started.
 RANK_COMMAND = """
@@ -42,16 +43,20 @@ exec "$0" -m pytest "$@" --junitxml="$MPISGD_TEST_OUTPUT/rank-$rank.xml" \
 """
 
 
+# Ranks share no cache, and of what tests log nothing is read.
+WITHOUT = ("-p", "no:cacheprovider", "-p", "no:logging")
+
+
 def output_of(stage: Stage) -> Path:
     """Where the logs and reports of a stage's ranks go."""
     return OUTPUT / stage.name.replace(" ", "-")
 
 
 def command(stage: Stage) -> list[str]:
-    """The command line of a stage; ranks of one job share no pytest cache."""
-    shell = ["sh", "-c", RANK_COMMAND, stage.python, "-p", "no:cacheprovider", *stage.options, *stage.paths]
+    """The command line of a stage."""
+    shell = ["sh", "-c", RANK_COMMAND, stage.python, *WITHOUT, *stage.options, *stage.paths]
     if stage.size == 0:
-        return shell
+        return ["nice", "-n", str(NICENESS), *shell] if stage.is_one_process else shell
     return ["mpirun", "-n", str(stage.size), *shell, "--with-mpi"]
 
 
@@ -163,17 +168,58 @@ def show_log(log: Path, num_lines: int) -> None:
         print(f"--- {log.relative_to(OUTPUT.parent)}", *lines[-num_lines:], sep="\n")
 
 
+class Turns:
+    """Which stage is next: as many side by side as the cores are good for."""
+
+    def __init__(self, stages: list[Stage]) -> None:
+        self._waiting, self._running = list(stages), list[Stage]()
+        self._changed = threading.Condition()
+
+    def begin(self) -> Stage | None:
+        """The next stage, as soon as it may run; None after the last one."""
+        with self._changed:
+            while self._waiting:
+                if (stage := next(filter(self._may_run, self._waiting), None)) is not None:
+                    self._waiting.remove(stage)
+                    self._running.append(stage)
+                    return stage
+                self._changed.wait()
+        return None
+
+    def end(self, stage: Stage) -> None:
+        """Note that a stage has ended."""
+        with self._changed:
+            self._running.remove(stage)
+            self._changed.notify_all()
+
+    def _may_run(self, stage: Stage) -> bool:
+        alike = sum(other.is_one_process == stage.is_one_process for other in self._running)
+        others = any(other.is_one_process != stage.is_one_process for other in self._waiting + self._running)
+        return alike < (ALONE if stage.is_one_process and others else SIDE_BY_SIDE)
+
+
 def run_stages(stages: list[Stage]) -> list[tuple[Stage, dict[str, str]]]:
     """Run all stages, some side by side; where that is interrupted, what runs is stopped."""
-    with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+    turns, found = Turns(stages), dict[str, dict[str, str]]()
+
+    def work() -> None:
+        while (stage := turns.begin()) is not None:
+            try:
+                found[stage.name] = run_stage(stage)
+            finally:
+                turns.end(stage)
+
+    with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE + ALONE) as pool:
         try:
-            return list(zip(stages, pool.map(run_stage, stages), strict=True))
+            for worker in [pool.submit(work) for _ in range(SIDE_BY_SIDE + ALONE)]:
+                worker.result()
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # nobody need ask twice
             interrupted.set()
             for process in list(running.values()):
                 stop(process)
             sys.exit("interrupted")
+    return [(stage, found[stage.name]) for stage in stages]
 
 
 def run_stage(stage: Stage) -> dict[str, str]:

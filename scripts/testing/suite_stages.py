@@ -140,7 +140,7 @@ FRESH = "mpi 3"
 class Stage:
     """One run of pytest: `size` ranks of the MPI in `venv`, or a single process without MPI (size 0).
 
-    `options` are pytest's, `settings` go into the environment, `python` starts each process. It hangs where
+    `options` are pytest's, `settings` go into the environment, `python` starts each process. One that `is_one_process` is for the cores that others leave. It hangs where
     no rank's log has grown for `quiet_s`: more than a test takes on a slow machine, and than pytest gives it.
     """
 
@@ -152,6 +152,7 @@ class Stage:
     options: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
     python: str = "python"
+    is_one_process: bool = False
 
     @property
     def num_reports(self) -> int:
@@ -165,7 +166,7 @@ def plan(
     """The stages, those that take long first; `mpi` is the second MPI library, or "none"."""
     stages = [] if quick else [Stage("launch", ("tests/launch",))]
     stages += [mpi_stage(size, long=long) for size in ((3, 2) if quick else (4, 3, 2, 1))]
-    stages += [Stage("unit", ("tests/unit",)), threads_stage(long=long)]
+    stages += [*unit_stages(), threads_stage(long=long)]
     stages += gpu_stages(gpu=gpu, long=long)
     if not quick:
         stages += [Stage("cluster", ("tests/cluster",)), Stage("faults", ("tests/faults",))]
@@ -193,9 +194,20 @@ def mpi_stage(size: int, *, long: bool) -> Stage:
     return Stage(f"mpi {size}", paths, size, options=(*ignored, *selected))
 
 
+def unit_stages() -> list[Stage]:
+    """The stages of tests/unit: what has ranks as threads, and the rest."""
+    ranks = tuple(f"tests/unit/{name}" for name in ("fuzzing", "loopback", "methods", "verification"))
+    ignored = tuple(f"--ignore={path}" for path in ranks)
+    return [
+        Stage("unit", ("tests/unit",), options=ignored, is_one_process=True),
+        Stage("unit threads", ranks, is_one_process=True),
+    ]
+
+
 def threads_stage(*, long: bool) -> Stage:
     """The stage of what tests/mpi/on_threads.py names, on three ranks that are threads of one process."""
-    return Stage("threads 3", ("tests/mpi",), options=("--threads", "3", "-m", on_threads(long=long)))
+    options = ("--threads", "3", "-m", on_threads(long=long))
+    return Stage("threads 3", ("tests/mpi",), options=options, is_one_process=True)
 
 
 def on_threads(*, long: bool) -> str:
@@ -218,19 +230,22 @@ def gpu_stages(*, gpu: bool, long: bool) -> list[Stage]:
     by_nccl = () if long else (SAID_BY_NCCL,)
     selected = () if long else ("-m", f"{SHORT} and not on_threads")
     staged = (("MPISGD_GPU", "mpi"),)
+    on_three = ("--threads", "3", "-m", on_threads(long=long))
     return [
         Stage("gpu 1", folder, 1, options=said if long else (*said, f"--ignore={STREAMS}")),
         Stage("gpu 2", folder, 2, options=selected),
         Stage("gpu 2 staged", folder, 2, options=(*said, *by_nccl, *selected), settings=staged),
-        Stage("gpu threads 3", folder, options=("--threads", "3", "-m", on_threads(long=long))),
+        Stage("gpu threads 3", folder, options=on_three, is_one_process=True),
     ]
 
 
 def algorithms_stage(size: int, *, long: bool) -> Stage:
     """The stage of the algorithms at `size` ranks, threads of a process; three and four are under mpirun."""
-    fewer = ("-k", "float64 or bfloat16 or no_name") if size > 5 and not long else ()
-    threads = () if long else ("--threads", str(size))
-    return Stage(f"algorithms {size}", (ALGORITHM_TESTS,), size if long else 0, options=(*fewer, *threads))
+    fewer = ("-k", "float64 or bfloat16 or no_name") if size > 5 else ()
+    if long:
+        return Stage(f"algorithms {size}", (ALGORITHM_TESTS,), size)
+    options = (*fewer, "--threads", str(size))
+    return Stage(f"algorithms {size}", (ALGORITHM_TESTS,), options=options, is_one_process=True)
 
 
 def can_simulate_gpus() -> bool:

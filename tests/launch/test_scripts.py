@@ -235,6 +235,18 @@ def test_two_stages_run_side_by_side(monkeypatch):
     assert run_tests.run_stages(STAGES) == [(stage, {stage.name: "passed"}) for stage in STAGES]
 
 
+def test_one_process_runs_beside_stages_of_several_and_two_after_them():
+    first, second, third = (Stage(name, ()) for name in ("first", "second", "third"))
+    alone, other = (Stage(name, (), is_one_process=True) for name in ("alone", "other"))
+    turns = run_tests.Turns([first, second, third, alone, other])
+    assert [turns.begin() for _ in range(3)] == [first, second, alone]
+    turns.end(first)
+    assert turns.begin() == third
+    turns.end(second)
+    turns.end(third)
+    assert [turns.begin(), turns.begin()] == [other, None]
+
+
 def test_who_interrupts_the_tests_leaves_none_running(monkeypatch, tmp_path):
     """Neither those that run nor those that would come next."""
     enough, started, before = threading.Event(), [], set(threading.enumerate())
