@@ -4,8 +4,8 @@
 
 Most jobs of the tests last a second, and to import torch takes each rank another one. mpirun starts
 `preloaded_client.py` as a rank; the program then runs in a child of this server, with the rank's arguments,
-environment, working directory, files, cores, priority and namespaces (on an emulated host), and whatever mpirun
-does to the rank is done to the child.
+environment, working directory, files, cores, priority and namespaces (on an emulated host), and whatever
+mpirun does to the rank is done to the child.
 
 Its end leaves torch as it is: to clear its modules and to unload its libraries takes longer than most of
 these programs. The program's own modules, objects, threads and libraries end as in any program.

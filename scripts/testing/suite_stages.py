@@ -140,8 +140,9 @@ FRESH = "mpi 3"
 class Stage:
     """One run of pytest: `size` ranks of the MPI in `venv`, or a single process without MPI (size 0).
 
-    `options` are pytest's, `settings` go into the environment, `python` starts each process. One that `is_one_process` is for the cores that others leave. It hangs where
-    no rank's log has grown for `quiet_s`: more than a test takes on a slow machine, and than pytest gives it.
+    `options` are pytest's, `settings` go into the environment, `python` starts each process. One that
+    `is_one_process` is for the cores that others leave. It hangs where no rank's log has grown for `quiet_s`:
+    more than a test takes on a slow machine, and than pytest gives it.
     """
 
     name: str
