@@ -7,6 +7,7 @@ from mpisgd import compress as compress
 from mpisgd import data as data
 from mpisgd import elastic as elastic
 from mpisgd import gossip as gossip
+from mpisgd import metrics as metrics
 from mpisgd import nn as nn
 from mpisgd import pipeline as pipeline
 from mpisgd import rpc as rpc

@@ -75,10 +75,25 @@ GPU_CHOICES = ("auto", "nccl", "mpi")
 PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
 JOINER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
+TO_JOIN, JOINED = "1", "0"  # its values; child processes inherit them
+LOOPBACK = "127.0.0.1"
+LAST_PORT = 2**16 - 1
 ENDED_NOTE = "ended 0"  # of the program, whatever mpirun returns
 # Of the first rank of mpirun's host: it is in the job, and has left it in order; and of any rank that leaves
 # because of a signal.
 JOINED_NOTE, LEFT_NOTE, PREEMPTED_NOTE = "joined", "left", "preempted"
+
+
+class Endpoint(NamedTuple):
+    """Where metrics are served.
+
+    Attributes:
+        port: of each host; 0: one that is free; None: nothing is served, only measured.
+        address: of the host, at which it listens.
+    """
+
+    port: int | None
+    address: str = LOOPBACK
 
 
 class Variable(NamedTuple):
@@ -109,6 +124,8 @@ VARIABLES = (
     Variable("MPISGD_GPU", "auto", "transport of GPU tensors: `auto`, `nccl` or `mpi`"),
     Variable("MPISGD_PROFILE", "the cache folder's", "measured costs for `auto`: a file, or `built-in`"),
     Variable("MPISGD_TIMELINE", "none", "file for a timeline of all ranks"),
+    Variable("MPISGD_METRICS_PORT", "none", "port at which each host serves metrics for Prometheus"),
+    Variable("MPISGD_METRICS_ADDRESS", LOOPBACK, "address of that port; `0.0.0.0`: all of the host"),
     Variable("MPISGD_STEP_LOG", "none", "file to which rank 0 appends the time of each optimizer step"),
     Variable("MPISGD_STEP_LIMIT", "0", "the program ends after so many steps of an optimizer; 0: never"),
     Variable("MPISGD_STALL_STACKS", "0", "1: stall reports of `mpisgd.horovod` include stacks"),
@@ -163,6 +180,11 @@ def starts_alone(env: Mapping[str, str] = os.environ) -> bool:
 def was_spawned(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is a joiner: ranks of a job have spawned it."""
     return JOINER_VARIABLE in env
+
+
+def waits_to_join(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is a joiner that has not joined its job yet."""
+    return env.get(JOINER_VARIABLE) == TO_JOIN
 
 
 def launcher_local_size(env: Mapping[str, str] = os.environ) -> int | None:
@@ -240,6 +262,7 @@ def check(env: Mapping[str, str] = os.environ) -> None:
     keep_memory(env)
     step_limit(env)
     ranks_per_host(env)
+    metrics(env)
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
@@ -312,6 +335,19 @@ def profile(env: Mapping[str, str] = os.environ) -> str | None:
 def timeline(env: Mapping[str, str] = os.environ) -> str | None:
     """Return MPISGD_TIMELINE: the file of the timeline; see `mpisgd.start_timeline`."""
     return env.get("MPISGD_TIMELINE") or None
+
+
+def metrics(env: Mapping[str, str] = os.environ) -> Endpoint | None:
+    """Return where metrics are served (MPISGD_METRICS_PORT, MPISGD_METRICS_ADDRESS), None for nowhere.
+
+    A joiner has what the job has that it joins.
+    """
+    text = env.get("MPISGD_METRICS_PORT")
+    if not text or was_spawned(env):
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) <= LAST_PORT):
+        raise InvalidArgument(f"MPISGD_METRICS_PORT={text!r}: expected a port, 0 to {LAST_PORT}")
+    return Endpoint(int(text), env.get("MPISGD_METRICS_ADDRESS") or LOOPBACK)
 
 
 def step_log(env: Mapping[str, str] = os.environ) -> Path | None:

@@ -1,9 +1,10 @@
-"""The sink that a recorder plugs into, so that what communicates does not depend on the timeline.
+"""The sink that recorders plug into, so that what communicates does not depend on timelines and metrics.
 
 Where `sink` is None, an operation pays for one comparison. Times are nanoseconds of `time.monotonic_ns`.
 """
 
 import contextlib
+import functools
 import importlib
 import math
 import threading
@@ -13,22 +14,29 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mpisgd.config import Endpoint
+
 __all__ = [
     "Operation",
     "OperationSpan",
     "Sink",
     "Track",
     "abandon",
+    "add_sink",
     "blocked",
     "flush",
     "holding",
     "part",
     "purpose",
+    "remove_sink",
+    "start_metrics",
     "start_recorder",
+    "under_way",
 ]
 
-# A plug-in, found by its name: it is made of what is in here, and lies above it.
+# Plug-ins, found by their names: they are made of what is in here, and lie above it.
 RECORDER = "mpisgd.timeline.session"
+METRICS = "mpisgd.metrics.session"
 OUR_THREADS = "mpisgd"
 DIRECT = ("collective", "")  # what the program itself has called
 
@@ -88,13 +96,77 @@ class Sink(Protocol):
         """Write down what was noted so far."""
 
 
+class _Both(NamedTuple):
+    """Two sinks that are given the same, such as those of a timeline and of metrics."""
+
+    first: Sink
+    second: Sink
+
+    def span(
+        self, track: Track, name: str, begin_ns: int, end_ns: int, cat: str, args: Mapping[str, Any]
+    ) -> None:
+        """See `Sink`."""
+        self.first.span(track, name, begin_ns, end_ns, cat, args)
+        self.second.span(track, name, begin_ns, end_ns, cat, args)
+
+    def overlapping(
+        self, cat: str, key: str, phases: Sequence[tuple[str, int, int]], args: Mapping[str, Any]
+    ) -> None:
+        """See `Sink`."""
+        self.first.overlapping(cat, key, phases, args)
+        self.second.overlapping(cat, key, phases, args)
+
+    def instant(self, track: Track, name: str, at_ns: int) -> None:
+        """See `Sink`."""
+        self.first.instant(track, name, at_ns)
+        self.second.instant(track, name, at_ns)
+
+    def sent(self, dst: int, nbytes: int) -> None:
+        """See `Sink`."""
+        self.first.sent(dst, nbytes)
+        self.second.sent(dst, nbytes)
+
+    def flush(self) -> None:
+        """See `Sink`."""
+        self.first.flush()
+        self.second.flush()
+
+
 sink: Sink | None = None
+# When the operations and waits began that are recorded when they end.
+under_way: dict[object, int] = {}
+# Where metrics are served, now or in the world that follows a loss; None: nothing is measured.
+metrics: Endpoint | None = None
+# Stop recording, without communicating: a rank was lost.
+at_loss: list[Callable[[], None]] = []
+_sinks: list[Sink] = []
 _purpose = threading.local()
+
+
+def add_sink(new: Sink) -> None:
+    """Record into one more from now on."""
+    _set_sinks([*_sinks, new])
+
+
+def remove_sink(old: Sink) -> None:
+    """Record no more into one."""
+    _set_sinks([each for each in _sinks if each is not old])
+
+
+def _set_sinks(sinks: list[Sink]) -> None:
+    global _sinks, sink
+    _sinks, sink = sinks, functools.reduce(_Both, sinks) if sinks else None
 
 
 def start_recorder(path: str, world: Any) -> None:
     """Record into a file from now on; see `open_timeline` of the recorder. Collective over the job."""
     importlib.import_module(RECORDER).open_timeline(path, world)
+
+
+def start_metrics(job: Any) -> str:
+    """Measure and serve what the ranks of a job have agreed to; return what went wrong. Not collective."""
+    problem: str = importlib.import_module(METRICS).begin(job)
+    return problem
 
 
 def flush() -> None:
@@ -105,8 +177,9 @@ def flush() -> None:
 
 def abandon() -> None:
     """Stop recording without communicating: a rank was lost."""
-    if sink is not None:
-        importlib.import_module(RECORDER).abandon_timeline()
+    for stop in list(at_loss):
+        stop()
+    under_way.clear()
 
 
 def purpose(cat: str, name: str = "") -> contextlib.AbstractContextManager[None]:
@@ -147,11 +220,13 @@ def blocked(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _span(sink: Sink, track: Track, name: str, cat: str, args: Mapping[str, Any]) -> Iterator[None]:
-    begin_ns = time.monotonic_ns()
+    key = object()
+    begin_ns = under_way[key] = time.monotonic_ns()
     try:
         yield
     finally:
         sink.span(track, name, begin_ns, time.monotonic_ns(), cat, args)
+        under_way.pop(key, None)
 
 
 class OperationSpan:
@@ -186,7 +261,7 @@ class OperationSpan:
 
     def begins(self) -> None:
         """Its turn has come."""
-        self._begun_ns = time.monotonic_ns()
+        self._begun_ns = under_way[self] = time.monotonic_ns()
 
     def arrives(self, number: int) -> None:
         """From now on the others can see that this rank is at its queue's operation of that number."""
@@ -218,6 +293,7 @@ class OperationSpan:
         self._sink.span(self._track, name, self._begun_ns, end_ns, self._cat, args)
         self._sink.span(self._track, "wait for the others", arrived_ns, all_arrived_ns, "phase", {})
         self._sink.span(self._track, "move", all_arrived_ns, end_ns, "phase", {})
+        under_way.pop(self, None)
 
 
 def _nbytes(tensors: Any, operation: Operation) -> int:

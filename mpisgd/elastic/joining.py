@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ElasticOptions", "grow", "is_joiner", "join"]
 
-TO_JOIN, JOINED = "1", "0"  # values of JOINER_VARIABLE; child processes inherit them
 READY, COME = 7, 8  # tags
 JOIN_TIMEOUT_S = 120.0  # for a program to start and to make its model
 
@@ -53,7 +52,7 @@ class ElasticOptions(NamedTuple):
 
 def is_joiner() -> bool:
     """Return whether this process was started to join a job, and has not joined it yet."""
-    return os.environ.get(config.JOINER_VARIABLE) == TO_JOIN
+    return config.waits_to_join()
 
 
 def grow(left: "Communicator", options: ElasticOptions) -> tuple["Communicator", int]:
@@ -67,7 +66,7 @@ def grow(left: "Communicator", options: ElasticOptions) -> tuple["Communicator",
         return left, 0
     try:
         program = [sys.executable, *sys.orig_argv[1:]]
-        joiners = left.spawn(program, missing, {config.JOINER_VARIABLE: TO_JOIN})
+        joiners = left.spawn(program, missing, {config.JOINER_VARIABLE: config.TO_JOIN})
     except PeerLost:
         raise
     except MpisgdError as exc:
@@ -110,7 +109,7 @@ def join() -> None:
 
     Ends the process if the survivors have continued without it.
     """
-    os.environ[config.JOINER_VARIABLE] = JOINED
+    os.environ[config.JOINER_VARIABLE] = config.JOINED
     survivors = load_mpi().parent()
     assert survivors is not None
     alone = jobs.current_job()

@@ -34,6 +34,7 @@ from mpisgd.job.step_log import start_step_log
 from mpisgd.job.world import Job, make_job
 from mpisgd.monitor import heartbeat
 from mpisgd.monitor.step_counter import start_counting
+from mpisgd.standard_error import print_to_user
 from mpisgd.threads import waiting
 from mpisgd.transport.device.nccl_options import describe, disagreement
 from mpisgd.transport.device.selection import agree_on_wanted
@@ -149,7 +150,7 @@ def _start(
     wishes = communicator.all_gather_object((wanted_gpu, config.timeline(), describe(pg_options)))
     if (error := disagreement("init", [options for _, _, options in wishes])) is not None:
         raise error
-    job = begin(communicator, comm, limit_s, agree_on_wanted([gpu for gpu, *_ in wishes]))
+    job = _enter(make_job(communicator, comm, limit_s, agree_on_wanted([gpu for gpu, *_ in wishes])))
     job.pg_options = pg_options
     remove_stale_files(communicator)
     share_threads(communicator, job.world.topology, num_threads)
@@ -162,6 +163,10 @@ def _start(
     publish_rank()
     start_counting()
     start_step_log(communicator.rank, communicator.size)
+    if job.metrics is not None:
+        problems = communicator.all_gather_object(tracing.start_metrics(job))
+        if any(problems):
+            raise InvalidArgument("; ".join(filter(None, problems)))
     if job.complaint:
         warnings.warn(job.complaint, RuntimeWarning, stacklevel=3)
     _register_exit()
@@ -190,7 +195,7 @@ def _register_exit() -> None:
 
 def begin(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
     """Make the job's world of the ranks of `communicator`, which it owns from now on. Collective."""
-    return _enter(make_job(communicator, comm, timeout_s, gpu))
+    return _go_on_measuring(_enter(make_job(communicator, comm, timeout_s, gpu)))
 
 
 def begin_next(old: Job, communicator: Any) -> Job:
@@ -198,13 +203,20 @@ def begin_next(old: Job, communicator: Any) -> Job:
     assert old.make_next is not None
     job = old.make_next(communicator)
     job.pg_options = old.pg_options
-    return _enter(job)
+    return _go_on_measuring(_enter(job))
 
 
 def _enter(job: Job) -> Job:
     if job.hooks is not None:
         job.hooks.install()
     job_place().job = job
+    return job
+
+
+def _go_on_measuring(job: Job) -> Job:
+    """Serve metrics as the world before did; where that cannot be, training goes on without them."""
+    if job.metrics is not None and (problem := tracing.start_metrics(job)):
+        print_to_user(problem)
     return job
 
 

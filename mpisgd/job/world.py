@@ -52,6 +52,7 @@ class Job:
         faults: names the rank and its place where a process ends by a fault.
         failure_detector: notices the loss of a rank, where the job survives that and has several.
         fault_tolerance: what ends calls after a loss, where the job survives that.
+        metrics: where they are served, None where nothing is measured; the same on all ranks.
         complaint: about the job's profile, to be told to the user; "" for none.
         groups: all that were made, the world first.
         names: numbers of the groups without a name.
@@ -77,6 +78,7 @@ class Job:
     faults: FaultReport | None = None
     failure_detector: FailureDetector | None = None
     fault_tolerance: FaultTolerance | None = None
+    metrics: config.Endpoint | None = None
     complaint: str = ""
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -150,9 +152,13 @@ def _make_with(
         topology=topology,
         costs=costs,
     )
-    has_nccl = any(communicator.all_gather_object(runtime().is_available() and runtime().has_nccl()))
+    # By the first rank's wish: not every launcher hands it to all, and a joiner has none of its own.
+    wanted = tracing.metrics or config.metrics()
+    told = communicator.all_gather_object((runtime().is_available() and runtime().has_nccl(), wanted))
+    has_nccl = any(nccl for nccl, _ in told)
     job = Job(communicator, world, timeout_s, threads_allowed, gpu, has_nccl, comm=comm)
     job.failure_detector, job.complaint = detector, complaint
+    job.metrics = next((endpoint for _, endpoint in told if endpoint is not None), None)
     job.console = console = ConsoleLock(communicator)
     # The queue is of no use to `hooks` once the world is closed, its counter is.
     consistency = world.queue.consistency

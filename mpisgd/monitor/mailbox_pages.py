@@ -31,9 +31,14 @@ __all__ = [
     "WORD_BYTES",
     "Introduction",
     "MailboxPages",
+    "Meters",
     "Slot",
     "Steps",
 ]
+
+
+# A rank stands whose last step ended so long ago, in steps of the mean length and in seconds.
+STANDS_STEPS, STANDS_S = 10, 2.0
 
 
 class Slot(NamedTuple):
@@ -50,12 +55,14 @@ ANSWER_BYTES = 2**18  # what is not written to takes no room
 NOTICE_BYTES = 2**16
 SHARE_BYTES = PAGE + ANSWER_BYTES + NOTICE_BYTES
 # Words of a rank, in cache lines of their own: what others write, and what it writes itself; then who it is,
-# its training steps, and the last stalls that it has reported to its user, and how many there were.
-ASKED, LEFT, NUM_REPORTED, INTRODUCTION, STEPS, REPORTED = 0, 11, 12, 40, 48, 64
+# its training steps, its metrics, and the last stalls that it has reported, and how many there were.
+ASKED, LEFT, NUM_REPORTED, INTRODUCTION, STEPS, METERS, REPORTED = 0, 11, 12, 40, 48, 51, 64
 ANSWER, NOTICE = Slot(PAGE, 8), Slot(PAGE + ANSWER_BYTES, 32)
 # What both sides must agree on: the places above, and what a state consists of.
 FORMAT = zlib.crc32(
-    repr((ANSWER, NOTICE, STEPS, [*RankState.__dataclass_fields__, *Wait.__dataclass_fields__])).encode()
+    repr(
+        (ANSWER, NOTICE, STEPS, METERS, [*RankState.__dataclass_fields__, *Wait.__dataclass_fields__])
+    ).encode()
 )
 
 
@@ -83,6 +90,43 @@ class Steps(NamedTuple):
     number: int
     last_ns: int
     mean_ns: int
+
+    def per_s(self, now_ns: int) -> float | None:
+        """Return the rate: 0 where the last step ended long ago, None before there is one."""
+        if not self.mean_ns:
+            return None
+        stands_s = max(STANDS_S, STANDS_STEPS * self.mean_ns / 1e9)
+        return 0.0 if (now_ns - self.last_ns) / 1e9 > stands_s else 1e9 / self.mean_ns
+
+
+class Meters(NamedTuple):
+    """What a rank has added up since `mpisgd.metrics.start`: all 0 where it was not called.
+
+    Attributes:
+        num_steps: training steps, of all optimizers.
+        computation_ns: the program did not wait; see `mpisgd.timeline.accounts` for this and the next four.
+        communication_ns: it waited while data moved.
+        wait_ns: it waited for other ranks.
+        other_ns: it waited for something else.
+        hidden_ns: data moved while it computed.
+        to_host_bytes: of messages that MPI was given for ranks of this host.
+        to_others_bytes: of those for ranks of other hosts.
+        shared_bytes: of tensors that moved through the memory of the host.
+        attached_bytes: of those that moved by cross-memory attach.
+        collective_bytes: of those that MPI's own collectives moved.
+    """
+
+    num_steps: int = 0
+    computation_ns: int = 0
+    communication_ns: int = 0
+    wait_ns: int = 0
+    other_ns: int = 0
+    hidden_ns: int = 0
+    to_host_bytes: int = 0
+    to_others_bytes: int = 0
+    shared_bytes: int = 0
+    attached_bytes: int = 0
+    collective_bytes: int = 0
 
 
 class MailboxPages:
@@ -140,3 +184,11 @@ class MailboxPages:
     def step_words(self, rank: int) -> memoryview:
         """Return the words in which a rank counts its steps."""
         return self._words[rank][STEPS : STEPS + len(Steps._fields)]
+
+    def meters(self, rank: int) -> Meters:
+        """Return what a rank has added up, which need not answer for this."""
+        return Meters(*self.meter_words(rank))
+
+    def meter_words(self, rank: int) -> memoryview:
+        """Return the words in which a rank adds up what its metrics are."""
+        return self._words[rank][METERS : METERS + len(Meters._fields)]

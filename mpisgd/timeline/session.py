@@ -106,7 +106,8 @@ def open_timeline(path: str, group: Group, mark_cycles: bool = False) -> None:
         return
     close_timeline()
     _session = Session(path, group.queue.communicator.duplicate(), mark_cycles)
-    tracing.sink = _session.recorder
+    tracing.add_sink(_session.recorder)
+    tracing.at_loss.append(abandon_timeline)
     if close_timeline not in group.job.at_end:
         group.job.at_end.append(close_timeline)
     atexit.register(tracing.flush)  # for a program that ends without the others
@@ -126,6 +127,9 @@ def abandon_timeline() -> None:
 
 def _stop_recording() -> Session | None:
     global _session
-    session, _session, tracing.sink = _session, None, None
+    session, _session = _session, None
+    if session is not None:
+        tracing.remove_sink(session.recorder)
+        tracing.at_loss.remove(abandon_timeline)
     atexit.unregister(tracing.flush)
     return session

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ import typer
 from mpisgd.config import (
     ENDED_NOTE,
     JOINED_NOTE,
+    LAST_PORT,
     LEFT_NOTE,
+    LOOPBACK,
     NOTES_VARIABLE,
     PREEMPTED,
     PREEMPTED_NOTE,
@@ -69,6 +72,15 @@ def run(
         min=0.0,
         help=f"Seconds before the first restart; doubled each time, up to {MAX_PAUSE_S:.0f}.",
     ),
+    metrics_port: int | None = typer.Option(
+        None,
+        min=0,
+        max=LAST_PORT,
+        help="Serve metrics for Prometheus at this port of each host; see mpisgd.metrics.",
+    ),
+    metrics_address: str = typer.Option(
+        LOOPBACK, help='Address of that port; "0.0.0.0": all of the host, for everybody who can reach it.'
+    ),
     module: bool = typer.Option(False, "--module", "-m", help="PROGRAM is a Python module."),
     elastic: bool = typer.Option(
         False, "--elastic", help="Let mpisgd.elastic survive lost ranks and hosts (Open MPI 5)."
@@ -85,9 +97,13 @@ def run(
     """
     if is_launched():
         raise JobError("run starts mpirun itself: leave out the mpirun before it")
-    words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic), *program_words(command, module)]
+    metrics = _metrics_variables(metrics_port, metrics_address)
+    program = program_words(command, module)
+    if metrics and program[0] == sys.executable and find_spec("prometheus_client") is None:
+        raise JobError('--metrics-port needs prometheus_client: pip install "mpisgd[metrics]"')
+    words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic, metrics), *program]
     with tempfile.NamedTemporaryFile("r", prefix="mpisgd-run-") as notes:
-        env = {**os.environ, **(WITHOUT_KILL if elastic else {}), NOTES_VARIABLE: notes.name}
+        env = {**os.environ, **(WITHOUT_KILL if elastic else {}), **metrics, NOTES_VARIABLE: notes.name}
         code = _run_all(words, env, restarts, pause_s)
     raise typer.Exit(code)
 
@@ -159,8 +175,21 @@ def program_words(command: Sequence[str], module: bool = False) -> list[str]:
     return [sys.executable, *command]
 
 
-def _launcher(words: Sequence[str], num_ranks: int | None, hostfile: Path | None, elastic: bool) -> list[str]:
-    """Return the launcher with what it should be told."""
+def _metrics_variables(port: int | None, address: str) -> dict[str, str]:
+    """Return what tells a program to serve metrics."""
+    if port is None:
+        return {}
+    return {"MPISGD_METRICS_PORT": str(port), "MPISGD_METRICS_ADDRESS": address}
+
+
+def _launcher(
+    words: Sequence[str],
+    num_ranks: int | None,
+    hostfile: Path | None,
+    elastic: bool,
+    variables: Iterable[str] = (),
+) -> list[str]:
+    """Return the launcher with what it should be told; `variables`: for ranks of other hosts, too."""
     options = [] if num_ranks is None else ["-n", str(num_ranks)]
     if hostfile is not None:
         if not hostfile.is_file():
@@ -174,7 +203,8 @@ def _launcher(words: Sequence[str], num_ranks: int | None, hostfile: Path | None
     if elastic:
         options += WITH_FAULT_TOLERANCE
     if open_mpi:
-        options += ["-x", "MPISGD_RESTART_COUNT"]  # to other hosts, too
+        for name in ("MPISGD_RESTART_COUNT", *variables):
+            options += ["-x", name]  # to other hosts, too
         # Nobody but us decides on slots here.
         alone = hostfile is None and not any(name in os.environ for name in ALLOCATIONS)
         if alone and num_ranks is not None and num_ranks > available_cores():

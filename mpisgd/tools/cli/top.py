@@ -34,8 +34,6 @@ HEADINGS = ("rank", "pid", "step", "steps/s", "last step", "memory", "shared", "
 WIDE_ONLY = ("last step", "shared")
 WIDE = 120  # columns of a terminal from which on there is room for these
 SAMPLE_S = 0.2  # of the time that a process spends on a core
-# A rank stands whose last step ended so long ago, in steps of the mean length and in seconds.
-STANDS_STEPS, STANDS_S = 10, 2.0
 ENDED = "the job has ended"
 
 Pid = Annotated[int | None, typer.Option(help="A process of the job, if several jobs run here.")]
@@ -147,8 +145,8 @@ def cells_of(
         now_ns: by `time.monotonic_ns`.
     """
     since_s = (now_ns - steps.last_ns) / 1e9
-    stands = since_s > max(STANDS_S, STANDS_STEPS * steps.mean_ns / 1e9)
-    rate = f"{0 if stands else 1e9 / steps.mean_ns:.3g}" if steps.mean_ns else "-"
+    per_s = steps.per_s(now_ns)
+    rate = "-" if per_s is None else f"{per_s:.3g}"
     since = f"{since_s:.1f} s ago" if steps.number else "-"
     memory = as_bytes(usage.own_bytes)
     if state.device_bytes:

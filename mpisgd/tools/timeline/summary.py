@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-__all__ = ["MOVING", "Execution", "Late", "Overlap", "Row", "Summary", "executions", "summarise"]
+from mpisgd.timeline.accounts import MOVING
+
+__all__ = ["Execution", "Late", "Overlap", "Row", "Summary", "executions", "summarise"]
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
-MOVING = ("collective", "carried")
 
 
 class Row(NamedTuple):

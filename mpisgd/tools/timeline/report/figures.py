@@ -1,13 +1,6 @@
 """The numbers of the report that lie over time or between hosts: pure functions of a timeline's events.
 
-Of each rank the time of its program is divided into four parts that add up to all of it:
-
-    computation     it does not wait for mpisgd
-    communication   it waits while data moves
-    wait            it waits for another rank: to come to an operation, to negotiate, or to send a message
-    other           it waits for something else: the turn of its operation, say
-
-What moves while the program computes is hidden and in none of the last three.
+`mpisgd.timeline.accounts` says into which parts the time is divided.
 """
 
 from collections import defaultdict
@@ -15,14 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mpisgd.tools.timeline.summary import MOVING, Execution
+from mpisgd.timeline.accounts import MEDIA, Activity, Division, Floats, is_wait
+from mpisgd.tools.timeline.summary import Execution
 
 __all__ = [
-    "Coverage",
-    "Division",
-    "Floats",
     "Link",
     "MemoryFigures",
     "Steps",
@@ -33,48 +23,7 @@ __all__ = [
 ]
 
 
-Floats = npt.NDArray[np.float64]
-
-
-class Coverage:
-    """The union of intervals.
-
-    Args:
-        intervals: (begin, end), in any order; they may overlap.
-    """
-
-    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
-        merged: list[list[float]] = []
-        for begin, end in sorted(intervals):
-            if merged and begin <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([begin, end])
-        self._edges = np.array(merged or [[0.0, 0.0]]).reshape(-1)
-        lengths = np.diff(self._edges)
-        lengths[1::2] = 0.0  # between two intervals
-        self._covered = np.concatenate([[0.0], np.cumsum(lengths)])
-
-    def within(self, begins: Floats, ends: Floats) -> Floats:
-        """Return how much of each stretch [begin, end] is covered."""
-        return self._until(ends) - self._until(begins)
-
-    def _until(self, times: Floats) -> Floats:
-        """Return how much was covered up to each of some moments: linear between two edges."""
-        found: Floats = np.interp(times, self._edges, self._covered)
-        return found
-
-
 Event = dict[str, Any]
-Intervals = list[tuple[float, float]]
-# What moves an operation's bytes where it is not a message of MPI's, which are counted when they are sent.
-MEDIA = {
-    "node": "shared memory",
-    "bucket by bucket": "shared memory",
-    "hierarchical": "shared memory",
-    "direct": "cross-memory attach",
-    "mpi": "MPI's collectives",
-}
 
 
 class Steps(NamedTuple):
@@ -83,16 +32,6 @@ class Steps(NamedTuple):
     numbers: list[int]
     begins: Floats
     ends: Floats
-
-
-class Division(NamedTuple):
-    """The parts of some stretches of a rank's time, see above, in microseconds; `hidden` is beside them."""
-
-    computation: Floats
-    communication: Floats
-    wait: Floats
-    other: Floats
-    hidden: Floats
 
 
 class MemoryFigures(NamedTuple):
@@ -153,27 +92,14 @@ def divisions_of(events: Sequence[Event], stretches: dict[int, tuple[Floats, Flo
         events: of a timeline.
         stretches: of each rank, begins and ends.
     """
-    moving: dict[int, Intervals] = defaultdict(list)
-    waiting: dict[int, Intervals] = defaultdict(list)
-    blocked: dict[int, Intervals] = defaultdict(list)
+    activity: dict[int, Activity] = defaultdict(Activity)
     for event in events:
         if event["ph"] == "X":
-            _sort_in(event, moving[event["pid"]], waiting[event["pid"]], blocked[event["pid"]])
+            begin, end = event["ts"], event["ts"] + event["dur"]
+            activity[event["pid"]].add_span(event["cat"], begin, end, event["args"])
     for rank, interval in _asynchronous_waits(events):
-        waiting[rank].append(interval)
-    return {rank: _divide(moving[rank], waiting[rank], blocked[rank], *stretches[rank]) for rank in stretches}
-
-
-def _sort_in(event: Event, moving: Intervals, waiting: Intervals, blocked: Intervals) -> None:
-    """Add the parts of a span to what they are."""
-    begin, end, args = event["ts"], event["ts"] + event["dur"], event["args"]
-    if event["cat"] in (*MOVING, "negotiation"):
-        arrived = begin + args["arrived_us"]
-        waiting.append((arrived, arrived + args["wait_us"]))
-    if event["cat"] in MOVING:
-        moving.extend([(begin, arrived), (arrived + args["wait_us"], end)])
-    if event["cat"] == "blocked" or (event["cat"] == "collective" and args["blocking"]):
-        blocked.append((begin, end))
+        activity[rank].waiting.append(interval)
+    return {rank: activity[rank].divide(*stretch) for rank, stretch in stretches.items()}
 
 
 def _asynchronous_waits(events: Iterable[Event]) -> list[tuple[int, tuple[float, float]]]:
@@ -181,9 +107,7 @@ def _asynchronous_waits(events: Iterable[Event]) -> list[tuple[int, tuple[float,
     begun: dict[tuple[int, str, str], float] = {}
     found = []
     for event in events:
-        if event["ph"] not in ("b", "e") or not (
-            event["cat"] == "message" or event["name"].startswith("NEGOTIATE_")
-        ):
+        if event["ph"] not in ("b", "e") or not is_wait(event["cat"], event["name"]):
             continue
         key = (event["pid"], event["id2"]["local"], event["name"])
         if event["ph"] == "b":
@@ -191,26 +115,6 @@ def _asynchronous_waits(events: Iterable[Event]) -> list[tuple[int, tuple[float,
         elif key in begun:
             found.append((event["pid"], (begun.pop(key), event["ts"])))
     return found
-
-
-def _divide(
-    moving: Intervals, waiting: Intervals, blocked: Intervals, begins: Floats, ends: Floats
-) -> Division:
-    """Return the parts; where data moves in one group while another waits, the program is said to move it."""
-    inside = Coverage(blocked).within(begins, ends)
-    moves = Coverage(moving).within(begins, ends)
-    blocked_or_moving = Coverage(blocked + moving).within(begins, ends)
-    blocked_or_either = Coverage(blocked + moving + waiting).within(begins, ends)
-    either = Coverage(moving + waiting).within(begins, ends)
-    communication = inside + moves - blocked_or_moving  # both at once
-    wait = inside + either - blocked_or_either - communication
-    return Division(
-        np.maximum(ends - begins - inside, 0.0),
-        np.maximum(communication, 0.0),
-        np.maximum(wait, 0.0),
-        np.maximum(inside - communication - wait, 0.0),
-        np.maximum(moves - communication, 0.0),
-    )
 
 
 # -- memory and links --------------------------------------------------------------------------------------

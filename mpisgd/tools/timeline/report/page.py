@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpisgd.errors import InvalidArgument
+from mpisgd.timeline.accounts import Division, Floats
 from mpisgd.tools.timeline.report.excerpt import (
     KINDS,
     Excerpt,
@@ -19,8 +20,6 @@ from mpisgd.tools.timeline.report.excerpt import (
     typical_steps,
 )
 from mpisgd.tools.timeline.report.figures import (
-    Division,
-    Floats,
     MemoryFigures,
     Steps,
     divisions_of,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from invented_runs import counter, head, operation, span, step
 
-from mpisgd.tools.timeline.report.figures import Coverage, divisions_of, links_of, memory_of, steps_of
+from mpisgd.timeline.accounts import Coverage
+from mpisgd.tools.timeline.report.figures import divisions_of, links_of, memory_of, steps_of
 from mpisgd.tools.timeline.summary import executions
 
 
