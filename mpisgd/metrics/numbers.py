@@ -35,7 +35,7 @@ FAMILIES = {
     "mpisgd_step_seconds": Family("gauge", "Time of a step, a mean over the last few."),
     "mpisgd_steps_per_second": Family("gauge", "Its inverse; 0 when the last step ended long ago."),
     "mpisgd_last_step_timestamp_seconds": Family("gauge", "Unix time at which the last step ended."),
-    "mpisgd_steps_total": Family("counter", "Steps of all optimizers."),
+    "mpisgd_steps_total": Family("counter", "Steps of all optimizers, from the second one of each on."),
     "mpisgd_computation_seconds_total": Family(
         "counter", "Time in which the program did not wait for mpisgd."
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import socket
 import sys
 from pathlib import Path
 
@@ -128,9 +130,15 @@ def test_two_losses_leave_the_curve_of_the_remaining_ranks(tmp_path, how):
 
 
 def train_by_run(folder: Path, num_ranks: int, **env: str):
-    """As `train`, by our own launcher, which knows how a program ended that had replaced ranks."""
+    """As `train`, by our own launcher, which knows how a program ended that had replaced ranks.
+
+    With metrics: the lost rank has served them, and one that joins measures what the others do.
+    """
     path = folder / "lines"
-    options = ("--elastic", "-n", str(num_ranks), str(PROGRAMS / "elastic_training.py"), str(path))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    options = ("--elastic", "--metrics-port", port, "-n", str(num_ranks))
+    options = (*options, str(PROGRAMS / "elastic_training.py"), str(path))
     done = run_python("-m", "mpisgd", "run", *options, env=env, quiet_s=300)
     return done, [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -143,6 +151,12 @@ def test_lost_ranks_are_replaced(tmp_path, how):
     check_curve(steps, [3, 3])
     assert "1 of them new" in done.stderr
     assert end["tickets"][0] == 0 + 1 + 2
+    served = re.findall(r"mpisgd: metrics of host .*", done.stderr)
+    assert len(served) == 2, (
+        done.stderr
+    )  # by the first world and by the last, and not by ranks that wait to join
+    assert len(set(served)) == 1
+    assert [end["metrics"][f"steps_total/rank{rank}"] > 0 for rank in range(3)] == [True] * 3
 
 
 @pytest.mark.parametrize(("killed", "left"), [(0, 1 + 2), pytest.param(1, 0 + 2, marks=pytest.mark.long)])

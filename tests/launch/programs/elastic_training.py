@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -111,7 +112,12 @@ def main() -> None:
     train(state)
     total = own["tickets"].clone()
     mpisgd.all_reduce(total)
-    write({"end": state.step, "resets": state.resets, "shared_out": shared_out, "tickets": total.tolist()})
+    metrics = {}
+    if "MPISGD_METRICS_PORT" in options:
+        time.sleep(1.5)  # until the others have added up
+        metrics = mpisgd.metrics.read()
+    end = {"end": state.step, "resets": state.resets, "shared_out": shared_out, "tickets": total.tolist()}
+    write({**end, "metrics": metrics})
 
 
 if __name__ == "__main__":
