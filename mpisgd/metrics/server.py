@@ -33,6 +33,8 @@ class _Handler(WSGIRequestHandler):
 class _Listener(WSGIServer):
     """The socket. Its name is not looked up, for which a host without a name server would wait."""
 
+    allow_reuse_port = False  # else another job could take a part of the requests
+
     def server_bind(self) -> None:
         """Bind it."""
         socketserver.TCPServer.server_bind(self)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpisgd import config, tracing
 from mpisgd.arguments import check_text, shown
-from mpisgd.config import LAST_PORT, LOOPBACK, Endpoint
+from mpisgd.config import LAST_PORT, Endpoint
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import InvalidArgument, InvalidRank
 from mpisgd.job.lifecycle import is_initialized, world
@@ -144,7 +144,7 @@ def _forget() -> None:
 # -- what a program calls ----------------------------------------------------------------------------------
 
 
-def start(port: int | None = None, *, address: str = LOOPBACK) -> None:
+def start(port: int | None = None, *, address: str = "127.0.0.1") -> None:
     """Measure what the ranks of the job do, and serve it to Prometheus. Collective over the job.
 
     The first rank of each host serves the numbers of its host's ranks, at the same port of each host. Calls

@@ -34,6 +34,7 @@ PUBLIC_MODULES = (
     "mpisgd.horovod",
     "mpisgd.horovod.elastic",
     "mpisgd.integrations.accelerate",
+    "mpisgd.metrics",
     "mpisgd.nn",
     "mpisgd.pipeline",
     "mpisgd.rpc",

@@ -74,6 +74,7 @@ SUBPACKAGES = {
     "mpisgd.horovod.elastic": "Horovod's elastic API.",
     "mpisgd.integrations.accelerate": "Accelerate over MPI.",
     "mpisgd.integrations.lightning": "Lightning over MPI.",
+    "mpisgd.metrics": "Numbers of a running job, for Prometheus and trackers of experiments.",
     "mpisgd.nn": "Modules that communicate.",
     "mpisgd.pipeline": "Pipelines: schedules as data, and a worker that executes them.",
     "mpisgd.tools.plan.prediction": "Predicted step times, as `python -m mpisgd plan` prints them.",

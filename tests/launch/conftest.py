@@ -43,7 +43,7 @@ LONG = (
     "test_rpc.py::test_the_split_rnn_learns",
     "test_rpc.py::test_too_few_ranks_are_one_line[[]rpc_parameter_server]",
     "test_run.py::test_usage_errors_and_preemption_are_final_and_so_is_the_last_failure[[]85*",
-    "test_run.py::test_users_mistakes_are_one_line[[]args[123]*",
+    "test_run.py::test_users_mistakes_are_one_line[[]args[1234]*",
     "test_sharded_memory.py::test_a_rank_takes_what_was_predicted[[]Sharded(stage=1)]",
     "test_thread_levels.py::*[[]single]",
     "test_torch_backend.py::test_a_group_that_timed_out_and_was_destroyed_ends_cleanly[[]1]",

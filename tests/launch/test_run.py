@@ -74,6 +74,8 @@ def test_more_ranks_than_cores_are_allowed_where_nobody_else_counts_them(fake, t
     hosts = tmp_path / "hosts"
     hosts.touch()
     assert "--oversubscribe --bind-to none" in run_fake(fake, "0", "-n", "1000", "true").stdout
+    done = run_fake(fake, "0", "--metrics-port", "9400", "true")  # ranks of other hosts know of it, too
+    assert "-x MPISGD_METRICS_PORT -x MPISGD_METRICS_ADDRESS true" in done.stdout
     done = run_fake(fake, "0", "-n", "1000", "--hostfile", str(hosts), "true")
     assert done.stdout.startswith(f"-n 1000 -hostfile {hosts} -x MPISGD_RESTART_COUNT true ")
 
@@ -85,6 +87,7 @@ def test_more_ranks_than_cores_are_allowed_where_nobody_else_counts_them(fake, t
         (("nowhere.py",), "no such file: nowhere.py"),
         (("--hostfile", "nowhere", "true"), "no such host file: nowhere"),
         (("-n", "0", "true"), "--ranks"),
+        (("--metrics-port", "65536", "true"), "--metrics-port"),
     ],
 )
 def test_users_mistakes_are_one_line(fake, args, said):

@@ -19,6 +19,7 @@ FACES = {
     "job/rank_info.py",  # mpisgd.rank()
     "job/threads_as_ranks.py",  # lose_ranks
     "layouts/layout.py",
+    "metrics/session.py",  # metrics.start
     "rpc/lifecycle.py",  # init_rpc
     "timeline/session.py",  # start_timeline
     "torch_backend/creation.py",

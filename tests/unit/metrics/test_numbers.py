@@ -16,6 +16,7 @@ from mpisgd.metrics.numbers import FAMILIES, Number, as_dict, awaited_by, number
 from mpisgd.metrics.server import MetricsServer
 from mpisgd.monitor.mailbox_pages import Meters, Steps
 from mpisgd.monitor.rank_state import STOPPED, WAITS, RankState, Wait, group_key
+from mpisgd.threads import wait_registry
 
 SECOND = 10**9
 SUM = Wait(
@@ -106,6 +107,8 @@ def test_prometheus_can_read_it_and_names_follow_its_conventions(server):
 def test_it_listens_on_loopback_alone_and_its_port_is_free_again(server):
     port = int(re.search(r":(\d+)/", server.url)[1])
     assert server._listener.socket.getsockname() == ("127.0.0.1", port)
+    # Else nobody would be told of a deadlock: a thread that waits for a socket may communicate next.
+    assert server._thread.ident in wait_registry.workers
     with pytest.raises(InvalidArgument, match=f"node2 cannot listen at address 127.0.0.1, port {port}: "):
         session._listen(Endpoint(port), "node2", list)
     server.close(wait=True)
