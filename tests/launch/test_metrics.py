@@ -19,6 +19,10 @@ for _ in range(20):
 if mpisgd.rank() == 0:
     if port := os.environ.get("MPISGD_METRICS_PORT"):
         print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode())
+        listener = mpisgd.metrics.session._session.server._listener.socket
+        if (child := os.fork()) == 0:  # a worker of a DataLoader
+            os._exit(10 * (listener.fileno() == -1 and mpisgd.tracing.sink is None))
+        print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     threads = [thread.name for thread in threading.enumerate() if "metrics" in thread.name]
     modules = [name for name in sys.modules if name.startswith(("mpisgd.metrics", "prometheus"))]
     print("left:", mpisgd.tracing.sink is None, threads, modules)
@@ -46,3 +50,4 @@ def test_a_port_of_the_host_shows_both_ranks(tmp_path):
     steps = re.findall(r'^mpisgd_step\{host="[^"]+",rank="(\d)"\} (\S+)$', done.stdout, re.MULTILINE)
     assert steps == [("0", "20.0"), ("1", "20.0")]
     assert "left: False" in done.stdout
+    assert "child: 10\n" in done.stdout, "it has neither the port nor what is measured"

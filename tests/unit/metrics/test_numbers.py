@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mpisgd import config
 from mpisgd.config import Endpoint
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
@@ -112,6 +113,7 @@ def test_it_listens_on_loopback_alone_and_its_port_is_free_again(server):
     with pytest.raises(InvalidArgument, match=f"node2 cannot listen at address 127.0.0.1, port {port}: "):
         session._listen(Endpoint(port), "node2", list)
     server.close(wait=True)
+    assert server._listener.socket.fileno() == -1
     session._listen(Endpoint(port), "node2", list).close(wait=True)
     with pytest.raises(InvalidArgument, match=r"cannot listen at address nowhere\.invalid"):
         session._listen(Endpoint(port, "nowhere.invalid"), "node2", list)
@@ -129,6 +131,12 @@ def test_a_port_that_is_none_is_refused(port):
         session.start(port)
 
 
+def test_who_waits_to_join_a_job_leaves_the_port_to_that(monkeypatch):
+    monkeypatch.setenv(config.JOINER_VARIABLE, config.TO_JOIN)
+    session.start(9400)
+    assert session._session is None
+
+
 def test_ranks_that_are_threads_have_none():
     with pytest.raises(RankFailed, match="the ranks are threads of one process"):
         run_ranks(2, lambda: session.start())
@@ -140,8 +148,6 @@ def test_nothing_is_read_where_nothing_is_measured():
 
 
 def test_the_environment_says_where(monkeypatch):
-    from mpisgd import config
-
     assert config.metrics({}) is None
     assert config.metrics({"MPISGD_METRICS_PORT": "9400"}) == Endpoint(9400, "127.0.0.1")
     assert config.metrics({"MPISGD_METRICS_PORT": "9400", config.JOINER_VARIABLE: "1"}) is None
