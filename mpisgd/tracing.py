@@ -163,9 +163,9 @@ def start_recorder(path: str, world: Any) -> None:
     importlib.import_module(RECORDER).open_timeline(path, world)
 
 
-def start_metrics(job: Any) -> str:
+def start_metrics(job: Any) -> str | None:
     """Measure and serve what the ranks of a job have agreed to; return what went wrong. Not collective."""
-    problem: str = importlib.import_module(METRICS).begin(job)
+    problem: str | None = importlib.import_module(METRICS).begin(job)
     return problem
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
+from mpisgd.arguments import texts_with_ranks
 from mpisgd.core import consistency
 from mpisgd.core.group import Group
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, NotInitialized, PeerLost
@@ -165,8 +166,8 @@ def _start(
     start_step_log(communicator.rank, communicator.size)
     if job.metrics is not None:
         problems = communicator.all_gather_object(tracing.start_metrics(job))
-        if any(problems):
-            raise InvalidArgument("; ".join(filter(None, problems)))
+        if text := texts_with_ranks(job.world.ranks, problems):
+            raise InvalidArgument(text)
     if job.complaint:
         warnings.warn(job.complaint, RuntimeWarning, stacklevel=3)
     _register_exit()

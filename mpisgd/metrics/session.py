@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mpisgd import config, tracing
-from mpisgd.arguments import check_text, shown
+from mpisgd.arguments import check_text, shown, texts_with_ranks
 from mpisgd.config import LAST_PORT, Endpoint
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import InvalidArgument, InvalidRank
@@ -94,20 +94,20 @@ def _listen(endpoint: Endpoint, host: str, numbers: Any) -> Any:
 _session: _Session | None = None
 
 
-def begin(job: Any) -> str:
+def begin(job: Any) -> str | None:
     """Measure and serve what a world's ranks have agreed to; return what went wrong. Not collective."""
     global _session
     end()
     try:
         _session = _Session(job, job.metrics)
     except InvalidArgument as exc:
-        return str(exc)
+        return f"{exc}"
     tracing.metrics = job.metrics
     tracing.at_loss.append(_end_after_loss)
     if end not in job.at_end:
         job.at_end.append(end)
     _forget_in_children()
-    return ""
+    return None
 
 
 def end() -> None:
@@ -180,26 +180,25 @@ def start(port: int | None = None, *, address: str = "127.0.0.1") -> None:
         )
 
     def action() -> None:
-        problems.extend(_start_together(job, Endpoint(port, address)))
+        problems.append(_start_together(job, Endpoint(port, address)))
 
     job.world.queue.run(Operation("metrics.start", extra=f"port={port}, address={address}"), action)
-    if problems:
-        raise InvalidArgument("; ".join(problems))
+    if problems[0]:
+        raise InvalidArgument(problems[0])
 
 
-def _start_together(job: Any, endpoint: Endpoint) -> list[str]:
+def _start_together(job: Any, endpoint: Endpoint) -> str:
     """Begin on all ranks or on none; return what went wrong, the same on all. Collective."""
     if _session is not None and _session.endpoint != endpoint:
-        return [f"metrics.start: they are served already, at {_session.endpoint}: call metrics.stop() before"]
+        return f"metrics.start: they are served already, at {_session.endpoint}: call metrics.stop() before"
     if _session is not None:
-        return []
+        return ""
     job.metrics = endpoint
-    problem = begin(job)
-    problems = [each for each in job.world.queue.communicator.all_gather_object(problem) if each]
-    if problems:
+    problems = job.world.queue.communicator.all_gather_object(begin(job))
+    if text := texts_with_ranks(job.world.ranks, problems):
         job.metrics = None
         end()
-    return problems
+    return text
 
 
 def stop() -> None:

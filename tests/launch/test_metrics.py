@@ -51,3 +51,12 @@ def test_a_port_of_the_host_shows_both_ranks(tmp_path):
     assert steps == [("0", "20.0"), ("1", "20.0")]
     assert "left: False" in done.stdout
     assert "child: 10\n" in done.stdout, "it has neither the port nor what is measured"
+
+
+def test_a_port_in_use_is_an_error_of_init(tmp_path):
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run_python(str(tmp_path / "prog.py"), env={"MPISGD_METRICS_PORT": port})
+    assert done.returncode == 1
+    assert f"port {port}: Address already in use" in done.stderr
