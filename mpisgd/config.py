@@ -23,11 +23,9 @@ __all__ = [
     "PREEMPTED_NOTE",
     "VARIABLES",
     "Variable",
-    "available_cores",
     "cache_folder",
     "check",
     "check_staging",
-    "cores_of_job",
     "cross_memory",
     "default_threads",
     "fault_tolerance",
@@ -372,32 +370,6 @@ def fault_tolerance(env: Mapping[str, str] = os.environ) -> bool:
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Return the folder for measurements of this machine."""
     return Path(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mpisgd"
-
-
-def available_cores() -> int:
-    """Return how many cores the job may use on this host; a container's CPU quota is an upper bound."""
-    return max(1, min(len(cores_of_job()), _quota_cores()))
-
-
-def cores_of_job() -> set[int]:
-    """Return the cores of the job on this host.
-
-    `mpirun` may have bound this process to one core, so the affinity of its parent (mpirun, or its daemon on
-    this host) counts too: it has the cores of the batch system.
-    """
-    cores = set(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):  # no such parent, or no permission
-        cores |= os.sched_getaffinity(os.getppid())
-    return cores
-
-
-def _quota_cores() -> int:
-    """Return the cores of a cgroup's CPU quota, rounded up; a very large number without a quota."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):  # no cgroup v2 here, or "max"
-        return 1 << 20
 
 
 def default_threads(current: int, local_size: int, cores: int, env: Mapping[str, str] = os.environ) -> int:

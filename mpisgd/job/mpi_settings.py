@@ -5,6 +5,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from mpisgd import config
+from mpisgd.cores import available_cores
 from mpisgd.monitor import heartbeat
 
 __all__ = ["mpi_defaults", "set_mpi_defaults"]
@@ -34,7 +35,7 @@ def mpi_defaults(
     - Where Slurm's PMIx offers munge or PMIx's own security, the latter: an Open MPI without munge, such as
       the wheel's, would print that it lacks it.
     """
-    cores = config.available_cores() if cores is None else cores
+    cores = available_cores() if cores is None else cores
     local_size = config.launcher_local_size(env) if local_size is None else local_size
     wanted = {"OMPI_MCA_osc": "^ucx"}
     if local_size is not None and local_size > cores:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpisgd import config
 from mpisgd.arguments import check_flag, check_positive, check_timeout, shown
 from mpisgd.core.topology import Topology
+from mpisgd.cores import available_cores
 from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
 from mpisgd.job.process_changes import changes
 from mpisgd.standard_error import print_to_user
@@ -123,7 +124,7 @@ def share_threads(communicator: "Communicator", where: Topology, num_threads: in
     import torch
 
     wanted = num_threads or config.default_threads(
-        torch.get_num_threads(), where.local_size, config.available_cores()
+        torch.get_num_threads(), where.local_size, available_cores()
     )
     shared = min(communicator.all_gather_object(wanted))
     if shared != (before := torch.get_num_threads()):

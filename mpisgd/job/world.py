@@ -11,6 +11,7 @@ from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.group import Group
 from mpisgd.core.topology import discover
+from mpisgd.cores import available_cores
 from mpisgd.errors import JobError
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.fault_report import FaultReport
@@ -141,7 +142,7 @@ def _make_with(
     threads_allowed = load_mpi().thread_level() == "MULTIPLE"
     abort = communicator.abort if detector is None else detector.abort
     topology = discover(communicator)
-    set_oversubscribed(topology.local_size > config.available_cores())
+    set_oversubscribed(topology.local_size > available_cores())
     costs, complaint = find_costs(communicator, topology.ranks_per_host)
     world = make_group(
         "world",

@@ -126,7 +126,7 @@ def test_settings_of_the_user_stand_and_threads_are_shared(start):
         import os, torch, mpisgd
         before = torch.get_num_threads()
         mpisgd.init()
-        from mpisgd.config import available_cores
+        from mpisgd.cores import available_cores
         assert torch.get_num_threads() == before
         print(os.environ["OMPI_MCA_osc"], os.environ["OMPI_MCA_mpi_yield_when_idle"])
         mpisgd.shutdown()
@@ -155,7 +155,7 @@ def test_defaults_are_set_before_mpi_starts(start):
         """,
         4,
     )
-    from mpisgd.config import available_cores
+    from mpisgd.cores import available_cores
 
     assert said(done) == [f"^ucx {'1' if available_cores() < 4 else None}"] * 4
 

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from mpisgd import config
+from mpisgd.cores import available_cores
 from mpisgd.errors import InvalidArgument
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
@@ -114,7 +115,7 @@ def test_threads_that_the_user_chose_stand(name):
 
 
 def test_there_is_at_least_one_core():
-    assert config.available_cores() >= 1
+    assert available_cores() >= 1
 
 
 @pytest.mark.parametrize(

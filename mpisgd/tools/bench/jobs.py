@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from mpisgd.config import available_cores
+from mpisgd.cores import available_cores
 from mpisgd.errors import JobError
 
 __all__ = [

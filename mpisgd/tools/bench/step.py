@@ -12,7 +12,7 @@ import torch
 
 import mpisgd
 import mpisgd.horovod as hvd
-from mpisgd.config import available_cores
+from mpisgd.cores import available_cores
 from mpisgd.job.lifecycle import world
 from mpisgd.tools.bench.cases import BATCHES, halvings
 from mpisgd.tools.bench.collectives import device_notes

@@ -19,6 +19,7 @@ import torch
 import mpisgd
 from mpisgd import config
 from mpisgd.accelerator.runtime import runtime
+from mpisgd.cores import available_cores
 from mpisgd.job import malloc_settings
 from mpisgd.job.lifecycle import current_job, world
 from mpisgd.transport.device.cuda_aware import is_cuda_aware, libmpi
@@ -119,7 +120,7 @@ def rank_info(before: dict[str, str], mpi: MpiInfo | None) -> RankInfo:
         mpi=mpi,
         launched=config.launcher_size(),
         cores_on_host=os.cpu_count() or 1,
-        cores_for_job=config.available_cores(),
+        cores_for_job=available_cores(),
         affinity=sorted(os.sched_getaffinity(0)),
         num_threads=torch.get_num_threads(),
         shared_memory=_shared_memory(),

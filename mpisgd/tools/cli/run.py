@@ -26,9 +26,9 @@ from mpisgd.config import (
     NOTES_VARIABLE,
     PREEMPTED,
     PREEMPTED_NOTE,
-    available_cores,
     is_launched,
 )
+from mpisgd.cores import available_cores
 from mpisgd.errors import JobError
 from mpisgd.tools.bench.jobs import mpirun
 from mpisgd.tools.cli.supervision import Supervisor

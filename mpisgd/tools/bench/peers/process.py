@@ -13,7 +13,7 @@ import psutil
 import torch
 
 import mpisgd
-from mpisgd.config import cores_of_job
+from mpisgd.cores import cores_of_job
 from mpisgd.tools.bench.jobs import OVERSUBSCRIBE, UNBOUND, Job, mpirun
 from mpisgd.tools.bench.measure import Unavailable
 from mpisgd.tools.bench.peers.framework import Rendezvous

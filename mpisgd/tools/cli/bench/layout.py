@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mpisgd.config import available_cores
+from mpisgd.cores import available_cores
 from mpisgd.tools.bench.jobs import mpirun
 from mpisgd.tools.cli.bench.options import (
     Json,

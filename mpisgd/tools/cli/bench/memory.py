@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import mpisgd
-from mpisgd.config import available_cores
+from mpisgd.cores import available_cores
 from mpisgd.tools.bench import cases
 from mpisgd.tools.bench.jobs import mpirun
 from mpisgd.tools.bench.memory.peak import OPTIMIZERS, MemoryPlan, run_memory
