@@ -53,7 +53,7 @@ def train_all(runs, num_ranks):
     """Make several runs in one job."""
     path = os.pathsep.join(filter(None, [str(PROGRAM.parent), os.environ.get("PYTHONPATH")]))
     args = json.dumps([[*map(str, run)] for run in runs])
-    fresh = num_ranks == 2  # one says what is imported
+    fresh = num_ranks == 1  # one says what is imported
     driver = DRIVER + UNNEEDED * fresh
     done = run_python("-c", driver, args, num_ranks=num_ranks, env={"PYTHONPATH": path}, fresh=fresh)
     assert done.returncode == 0, done.stderr

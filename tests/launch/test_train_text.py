@@ -93,9 +93,9 @@ EQUAL = [
 ]
 # What says something that no other run of the short form does; the rest is for --long.
 SHORT_FORM = (
-    *("dp=2,tp=2", "1f1b dp=2,pp=2", "layout on 2 x 2", "tp=2", "pp=2"),
-    *("zero 2 offloaded", "accumulation", "all elements by TopK", "gpipe", "bf16 alone", "bf16 zero 3"),
-    *("dp=2,tp=2 to pp=2", "dp=2,tp=2 to layout", "zero 1 to zero 3", "zero 1 to alone"),
+    *("dp=2,tp=2", "1f1b dp=2,pp=2", "layout on 2 x 2", "pp=2"),
+    *("zero 2 offloaded", "all elements by TopK", "gpipe", "bf16 zero 3"),
+    *("dp=2,tp=2 to pp=2", "zero 1 to zero 3", "zero 1 to alone"),
     *("pipedream", "LocalSGD to DiLoCo"),
     *("muon", "dion to dion alone"),
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from examples import example
 from torch import Tensor, nn
@@ -133,3 +134,13 @@ BY_THEMSELVES: dict[str, Make] = {
     ),
 }
 METHODS: dict[str, Make] = {**SYNCHRONOUS, **OWN_MODELS, **BY_THEMSELVES}
+# What they keep is of a kind that another one keeps as well.
+ALIKE = {
+    *("RandomK", "OneBit", "SignSGD", "LocalSGD, warm-up", "DiLoCo, Adam", "ElasticAveraging, TopK"),
+    *("D-PSGD", "OneBitLamb"),
+}
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """As parameters of a test, those of which another one says as much marked long."""
+    return [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in names]

@@ -14,7 +14,18 @@ import warnings
 
 import pytest
 import torch
-from methods import BY_THEMSELVES, METHODS, OWN_MODELS, SYNCHRONOUS, Net, Optimizer, sgd, train, values
+from methods import (
+    BY_THEMSELVES,
+    METHODS,
+    OWN_MODELS,
+    SYNCHRONOUS,
+    Net,
+    Optimizer,
+    marked,
+    sgd,
+    train,
+    values,
+)
 from torch import Tensor
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
@@ -62,7 +73,7 @@ def spread(model: torch.nn.Module) -> float:
 # --- resumed ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", marked(METHODS))
 def test_a_resumed_run_is_the_uninterrupted_one(name):
     model, by_rank, by_all = Net(), Net(seed=1), Net(seed=2)
     optimizer, from_own_file, from_checkpoint = (METHODS[name](net) for net in (model, by_rank, by_all))
@@ -112,7 +123,7 @@ def test_a_mean_under_way_is_taken_over_by_other_fragments():
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", marked(METHODS))
 def test_fewer_ranks_go_on_from_the_consensus(name):
     """CHOCO's copies are one rank's, and of one W: models drifted without bound (0.9 to 30.9)."""
     fewer = mpisgd.new_group(range(mpisgd.size() - 1))
@@ -150,7 +161,7 @@ def mean_of(tensor: Tensor) -> Tensor:
 # --- told by one rank ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", marked(METHODS))
 def test_a_broadcast_of_the_state_makes_all_ranks_one(name):
     model = Net()
     optimizer = METHODS[name](model)
@@ -185,7 +196,7 @@ def test_the_consensus_has_parameters_that_were_added_since_the_last_step(name):
     everyone(bool((added == mpisgd.rank() + 1).all()), f"{added}")
 
 
-@pytest.mark.parametrize("name", [*SYNCHRONOUS, *OWN_MODELS])
+@pytest.mark.parametrize("name", marked([*SYNCHRONOUS, *OWN_MODELS]))
 def test_parameters_that_are_added_change_nothing_else_and_are_trained(name):
     """Lists of two lengths were zipped: LocalSGD with a compression and ElasticAveraging raised."""
     model, longer = Net(), Net()
@@ -213,7 +224,11 @@ def test_parameters_that_are_added_change_nothing_else_and_are_trained(name):
 @pytest.mark.processes  # whose warnings it catches
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    "source", ["TopK", "OneBit, two steps", "LocalSGD", "DiLoCo, TopK", "CHOCO", "OneBitAdam"]
+    "source",
+    [
+        *("TopK", "DiLoCo, TopK", "OneBitAdam"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("OneBit, two steps", "LocalSGD", "CHOCO")),
+    ],
 )
 def test_a_state_of_another_method_is_left_out_with_one_warning(source):
     """One of another compression raised in the first backward."""
