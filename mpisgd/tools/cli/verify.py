@@ -1,6 +1,6 @@
 """`python -m mpisgd verify`: compare every mode of training with one process, or with its definition.
 
-python -m mpisgd verify --quick                         # starts jobs of 3 and 4 ranks itself
+python -m mpisgd verify --quick                         # starts jobs of 3 ranks, and of 4 on two hosts
 python -m mpisgd verify --minutes 20                    # all pairs of situations, as far as it comes
 python -m mpisgd verify --resume                        # the rest
 python -m mpisgd verify --sabotage                      # breaks every mode, and sees that each is found
@@ -72,7 +72,10 @@ def verify(
     ] = False,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Run only modes whose name contains TEXT.")] = "",
     ranks: Annotated[
-        str, typer.Option(help="Numbers of ranks of the jobs; default: 1,2,3,4, with --quick 3,4.")
+        str,
+        typer.Option(
+            help="Numbers of ranks of the jobs; default: 1,2,3,4, with --quick 3,4, and 4 on two hosts alone."
+        ),
     ] = "",
     launcher: Annotated[str, typer.Option(help="Command that starts a job; default: mpirun.")] = "",
     cluster: Annotated[

@@ -56,14 +56,16 @@ def jobs_of(
 ) -> list[Started]:
     """Return the jobs for these numbers of ranks, on one host, on two, by messages only, and with losses.
 
-    Modes that need more ranks than any of these get a job of that size, unless `selection` is quick; if modes
-    are broken that is a job for them alone, since each takes a turn for each sabotage.
+    Where `selection` is quick, the largest of several numbers is tried on two hosts alone, and no other one
+    is. Else modes that need more ranks than any of these get a job of that size; if modes are broken that is
+    a job for them alone, since each takes a turn for each sabotage.
     """
-    jobs = [Started(count) for count in ranks]
     several = [count for count in ranks if count > 1]
+    alone = {max(several)} if selection.quick and len(several) > 1 else set()
+    jobs = [Started(count) for count in ranks if count not in alone]
     if several:
         some = SOME if SOME in several else max(several)
-        for count in [some] if selection.quick else sorted({some, max(several)}):
+        for count in sorted({max(several)} if selection.quick else {some, max(several)}):
             jobs.append(_on_two_hosts(count, emulates_hosts))
         if not selection.quick:
             jobs.append(Started(some, MESSAGES, {"MPISGD_SHARED_MEMORY": "0"}))
