@@ -60,3 +60,29 @@ def test_a_port_in_use_is_an_error_of_init(tmp_path):
         done = run_python(str(tmp_path / "prog.py"), env={"MPISGD_METRICS_PORT": port})
     assert done.returncode == 1
     assert f"port {port}: Address already in use" in done.stderr
+
+
+AGAIN = """
+import torch
+import mpisgd, mpisgd.tracing
+mpisgd.metrics.start()
+mpisgd.shutdown()
+assert mpisgd.tracing.sink is None
+try:
+    mpisgd.metrics.read()
+except mpisgd.InvalidArgument as error:
+    assert "nothing is measured" in str(error)
+mpisgd.metrics.start()  # calls init()
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+for _ in range(3):
+    optimizer.step()
+    mpisgd.barrier()
+print("steps:", mpisgd.metrics.read([mpisgd.rank()])[f"steps_total/rank{mpisgd.rank()}"])
+"""
+
+
+def test_they_end_with_the_job_and_begin_with_the_next(tmp_path):
+    (tmp_path / "prog.py").write_text(AGAIN)
+    done = run_python(str(tmp_path / "prog.py"), num_ranks=2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "steps: 2.0\n" * 2  # the third one has not ended

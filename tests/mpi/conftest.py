@@ -82,6 +82,25 @@ def compiler() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def ended(job: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """End what a module of tests has left to the end of the job.
+
+    A window between hosts has a thread that calls MPI all the time, as have ranks that average at any time.
+    """
+    if request.config.getoption("--threads") or not request.config.getoption("--with-mpi"):
+        yield
+        return
+    from mpisgd.job.lifecycle import world
+
+    at_end = world().job.at_end
+    kept = len(at_end)
+    yield
+    for end in at_end[kept:]:
+        end()
+    del at_end[kept:]
+
+
+@pytest.fixture(scope="module", autouse=True)
 def frozen(job: None, compiler: None) -> None:
     """Keep what there was before a module of tests out of the collections that each new optimizer asks for.
 

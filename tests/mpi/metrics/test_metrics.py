@@ -137,14 +137,3 @@ def test_what_is_wrong_on_one_host_is_raised_by_all_ranks():
     mpisgd.metrics.stop()  # nothing to stop
     if listener is not None:
         listener.close()
-
-
-def test_they_end_with_the_job_and_begin_with_the_next():
-    mpisgd.metrics.start()
-    mpisgd.shutdown()
-    everyone(tracing.sink is None)
-    with pytest.raises(mpisgd.InvalidArgument, match="nothing is measured"):
-        mpisgd.metrics.read()
-    mpisgd.metrics.start()  # calls init()
-    train(3)
-    everyone(mpisgd.metrics.read([mpisgd.rank()])[f"steps_total/rank{mpisgd.rank()}"] == 2)
