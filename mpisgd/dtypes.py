@@ -35,6 +35,8 @@ class ReduceOp(enum.Enum):
 
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Sums of these are taken in float32 and rounded once.
+SUMMED_IN_FLOAT32 = HALF_DTYPES
 UNSIGNED_AS_SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,

@@ -12,7 +12,7 @@ from mpisgd.collectives.tensor_arguments import check_output, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.dtypes import COMPLEX, FLOATING, HALF_DTYPES, dtype_name
+from mpisgd.dtypes import COMPLEX, FLOATING, SUMMED_IN_FLOAT32, dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedOp
 from mpisgd.gossip.graph import Exchange, Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
@@ -216,7 +216,7 @@ class _Neighbours:
 
     def _add_up(self, flat: Tensor, wire: Tensor, received: Mapping[int, Tensor], rank: int) -> None:
         """Overwrite `flat` by the sum of the terms, in the order of the ranks: equal rows give equal bits."""
-        wide = torch.float32 if flat.dtype in HALF_DTYPES else flat.dtype
+        wide = torch.float32 if flat.dtype in SUMMED_IN_FLOAT32 else flat.dtype
         left_out = None if wire is flat else flat.to(wide) - wire.to(wide)
         parts = {**received, rank: wire}
         total = _weighted_sum([(parts[src].to(wide), weight) for src, weight in self._exchange.terms])

@@ -7,7 +7,7 @@ another type, in which they are right.
 import torch
 from torch import Tensor
 
-from mpisgd.dtypes import BITWISE, BOOL_OPS, HALF_DTYPES, ORDERED, UNSIGNED_AS_SIGNED, ReduceOp
+from mpisgd.dtypes import BITWISE, BOOL_OPS, ORDERED, SUMMED_IN_FLOAT32, UNSIGNED_AS_SIGNED, ReduceOp
 from mpisgd.transport.torch_reduction import NARROW, Finish, as_bool, as_signed, finish_average
 
 __all__ = ["for_mpi"]
@@ -29,7 +29,7 @@ def for_mpi(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, str, Finish]
     if flat.dtype in UNSIGNED_AS_SIGNED and op in ORDERED:  # wrong in Open MPI 4.1 (its issue 10648)
         work, _, finish = as_signed(flat, op)
         return work, op.name, finish
-    work = flat.float() if flat.dtype in HALF_DTYPES else flat
+    work = flat.float() if flat.dtype in SUMMED_IN_FLOAT32 else flat
     if op in ORDERED and work.dtype in ORDER_KEYS:
         return _order_keys(work, op), op.name, lambda keys: _from_order_keys(keys, work.dtype).to(flat.dtype)
     return work, added.name, finish_average(op, size, flat.dtype)

@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_DTYPES, INTEGER, ORDERED, UNSIGNED_AS_SIGNED, ReduceOp
+from mpisgd.dtypes import (
+    BOOL_OPS,
+    COMPLEX,
+    HALF_DTYPES,
+    INTEGER,
+    ORDERED,
+    SUMMED_IN_FLOAT32,
+    UNSIGNED_AS_SIGNED,
+    ReduceOp,
+)
 
 __all__ = [
     "ADDED_AS_THEY_ARE",
@@ -62,7 +71,7 @@ def for_torch(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, 
     if flat.dtype in UNSIGNED_AS_SIGNED:
         work, _, finish = as_signed(flat, added)
         return work, added, lambda work: finish_average(op, size, flat.dtype)(finish(work))
-    work = flat.float() if flat.dtype in HALF_DTYPES else flat
+    work = flat.float() if flat.dtype in SUMMED_IN_FLOAT32 else flat
     return work, added, finish_average(op, size, flat.dtype)
 
 

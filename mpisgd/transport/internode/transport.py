@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.dtypes import HALF_DTYPES, ReduceOp
+from mpisgd.dtypes import HALF_DTYPES, SUMMED_IN_FLOAT32, ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.interfaces.host_transport import HostTransport
 from mpisgd.interfaces.host_transport import Region as AnyRegion
@@ -185,7 +185,7 @@ class InternodeTransport(HostTransport):
 
         Cost: as `all_reduce_now`; a small message takes one message per pair of hosts, the check's.
         """
-        widest = 4 if flat.dtype in HALF_DTYPES else flat.element_size()
+        widest = 4 if flat.dtype in SUMMED_IN_FLOAT32 else flat.element_size()
         if self._messages is not None and flat.numel() * widest <= PAYLOAD_BYTES:
             yield from self._small(flat, op, self._messages)
         else:
