@@ -15,6 +15,7 @@ import mpisgd
 from mpisgd.arguments import check_text, shown
 from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.cast.cast import CASTS
 from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.methods.strategy.strategy import Strategy
 
@@ -26,7 +27,6 @@ __all__ = [
     "strategy_from_text",
 ]
 
-CASTS = ("none", "fp16", "bf16")
 AUTO = "auto"
 
 
@@ -74,8 +74,7 @@ def compressor_from_text(text: str) -> Compressor:
         InvalidArgument: as for `strategy_from_text`.
     """
     if text in CASTS:
-        cast: Compressor = getattr(mpisgd.Compression, text)
-        return cast
+        return CASTS[text]
     from mpisgd import compress
 
     if text == AUTO:
@@ -176,7 +175,7 @@ def _value(node: ast.expr) -> Any:
 def _named(name: str) -> Any:
     """Return torch's optimizer class or dtype of this name, or the compression; None if there is none."""
     if name in CASTS:
-        return getattr(mpisgd.Compression, name)
+        return CASTS[name]
     found = getattr(torch, name, None)
     if isinstance(found, torch.dtype):
         return found

@@ -66,7 +66,8 @@ def _compressions(found: dict[str, list[GoesWith]]) -> list[list[str]]:
         examples = [each for each in kind.examples() if kind is not Cast or each != Cast("none")]
         if not examples:  # it only chooses another one
             continue
-        row = [f"`{'Compression.fp16, .bf16' if kind is Cast else kind.__name__}`"]
+        casts = ", .".join(each.short_name for each in examples)
+        row = [f"`{f'Compression.{casts}' if kind is Cast else kind.__name__}`"]
         for declared in found.values():
             goes = [any(not method.compression.why_not(each) for method in declared) for each in examples]
             row.append("yes" if all(goes) else "some" if any(goes) else "no")

@@ -21,7 +21,7 @@ from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.synchronous.paper import Synchronous
 
-__all__ = ["Cast", "CastReducer", "Compression"]
+__all__ = ["CASTS", "Cast", "CastReducer", "Compression"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,7 +39,7 @@ class Cast(Compressor):
     @classmethod
     def examples(cls) -> Sequence["Cast"]:
         """See `Compressor`."""
-        return (cls("none"), cls("fp16", torch.float16), cls("bf16", torch.bfloat16))
+        return tuple(CASTS.values())
 
     def __repr__(self) -> str:
         return f"Compression.{self.name}"
@@ -104,3 +104,6 @@ class Compression:
     none = Cast("none")
     fp16 = Cast("fp16", torch.float16)
     bf16 = Cast("bf16", torch.bfloat16)
+
+
+CASTS = {name: cast for name, cast in vars(Compression).items() if isinstance(cast, Cast)}

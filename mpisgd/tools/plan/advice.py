@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import mpisgd
 from mpisgd.layouts.layout import MeshLayout
-from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.cast.cast import CASTS, Compression
 from mpisgd.methods.from_text import call_of
 from mpisgd.methods.sharded.cost import FullyShard
 from mpisgd.tools.bench.strategies.method import Method
@@ -116,8 +116,8 @@ def code_line(method: Method) -> str:
     elif method.name != "Synchronous":
         arguments.append(f"strategy=mpisgd.{strategy}{'' if '(' in strategy else '()'}")
     if compression:
-        cast = compression in ("fp16", "bf16", "none")
-        arguments.append(f"compression=mpisgd.{'Compression' if cast else 'compress'}.{compression}")
+        place = "Compression" if compression in CASTS else "compress"
+        arguments.append(f"compression=mpisgd.{place}.{compression}")
     return f"mpisgd.DistributedOptimizer({', '.join(['optimizer', *arguments])})"
 
 

@@ -69,10 +69,11 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 def sum_in_order(tensors: Mapping[int, Tensor], order: int = 1) -> Tensor:
     """Return the sum, in the order of the ranks, or from the last to the first (order=-1).
 
-    16-bit numbers are added in float32.
+    Numbers of less than 32 bits are added in float32.
     """
     some = list(tensors.values())[::order]
-    total = some[0].to(torch.promote_types(some[0].dtype, torch.float32))
+    dtype = some[0].dtype  # torch promotes no floats of 8 bits
+    total = some[0].to(torch.float32 if dtype.itemsize < 4 else torch.promote_types(dtype, torch.float32))
     for tensor in some[1:]:
         total = total + tensor.to(total.dtype)
     return total
