@@ -27,7 +27,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.uneven_data import UnevenData, performs
 from mpisgd.core.work import Work
-from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op
+from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op, dtype_name
 from mpisgd.errors import InvalidArgument
 from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
@@ -180,19 +180,19 @@ def _as_these_ranks_have_it(group: Group, algorithm: str, tensor: Tensor) -> str
     if group.size == 1:
         return "mpi"
     ours = [transport.name for transport in transports_for(group, tensor)]
-    if not ours:
-        _warn(
-            group, f"algorithm={algorithm!r} needs shared memory, which its ranks cannot have; it is 'auto'"
-        )
-        return "auto"
     if algorithm in ours:
         return algorithm
-    if SPANS_HOSTS[algorithm] == group.spans_hosts:
-        _warn(
-            group,
-            f"algorithm={algorithm!r} needs ranks that may reach each other's memory; it is {ours[0]!r}",
-        )
-    return ours[0]
+    instead = ours[0] if ours else "auto"
+    if transport_named(group, algorithm) is not None:
+        reason = f"takes no {tensor.nbytes} bytes of {dtype_name(tensor.dtype)}"
+    elif not group.transports:
+        reason = "needs shared memory, which its ranks cannot have"
+    elif SPANS_HOSTS[algorithm] == group.spans_hosts:
+        reason = "needs ranks that may reach each other's memory"
+    else:
+        return instead
+    _warn(group, f"algorithm={algorithm!r} {reason}; it is {instead!r}")
+    return instead
 
 
 _warned: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import ReduceOp
+from mpisgd.collectives import all_reduce
 from mpisgd.collectives.all_reduce import choose_algorithm
 from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.groups import close_group
@@ -79,6 +81,18 @@ def group(job, monkeypatch):
     made.costs = CostModel("none", ())  # nobody has measured it
     yield made
     close_group(made)
+
+
+def test_what_it_does_not_take_by_name_is_said(group, monkeypatch):
+    monkeypatch.setitem(all_reduce.SPANS_HOSTS, "pickled", True)
+    monkeypatch.setattr(all_reduce, "CHOICES", (*all_reduce.CHOICES, "pickled"))
+    everyone(choose_algorithm(group, "pickled", torch.ones(2)) == "pickled")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chosen = choose_algorithm(group, "pickled", torch.ones(1000))
+    told = [str(each.message).partition(": ")[2] for each in caught]
+    expected = ["algorithm='pickled' takes no 4000 bytes of float32; it is 'auto'"] * (group.rank == 0)
+    everyone((chosen, told) == ("mpi", expected), (chosen, told))
 
 
 @pytest.mark.parametrize(("numel", "dtype"), [(7, torch.float32), (1000, torch.float32), (7, torch.float64)])
