@@ -15,7 +15,6 @@ from mpisgd.horovod.engine.request import Request, differences
 __all__ = ["JOIN", "WORLD", "Decision", "RequestTable", "fuse"]
 
 WORLD = 0  # the process set of all ranks, the only one that can be joined
-NEED_EVERYONE = ("allgather", "alltoall", "broadcast", "reducescatter")
 JOIN = Request("join", "join")  # what a joined rank waits for
 
 
@@ -143,8 +142,8 @@ class RequestTable:
 
 def _error_without(request: Request, absent: frozenset[int]) -> str | None:
     """Say why an operation cannot do without members that have joined: only reductions can, as in Horovod."""
-    is_reduction = request.kind == "allgather" and request.op != ""  # see `gather_to_reduce`
-    if not absent or request.kind not in NEED_EVERYONE or is_reduction:
+    gathers_to_reduce = request.kind == "allgather" and request.op != ""  # see `gather_to_reduce`
+    if not absent or not request.dtypes or request.kind == "allreduce" or gathers_to_reduce:
         return None
     return (
         f"tensor {request.label!r}: {request.kind.capitalize()} is not supported with Join at this time: "

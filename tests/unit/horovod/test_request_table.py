@@ -135,13 +135,15 @@ def test_a_process_set_cannot_be_joined():
         ("barrier", "", False),
         ("broadcast", "", True),
         ("reducescatter", "Sum", True),
+        ("reduce", "Sum", True),  # a new one, of which nothing is known
     ],
 )
 def test_only_reductions_can_do_without_a_rank_that_has_joined(kind, op, fails):
     known = table()
     known.submit(1, JOIN)
+    dtypes = () if kind == "barrier" else ("float32",)
     for rank in (0, 2, 3):
-        known.submit(rank, request(0, kind=kind, op=op))
+        known.submit(rank, request(0, kind=kind, op=op, dtypes=dtypes))
     (decision,) = known.decide()
     said = f"tensor '0': {kind.capitalize()} is not supported with Join at this time: rank 1 has joined"
     assert decision.error == (said if fails else None)
