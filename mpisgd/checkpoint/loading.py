@@ -103,7 +103,7 @@ def load(
         CheckpointMismatch: names, parameters or shapes are not those of the objects. Nothing was loaded.
 
     Cost: one broadcast of the loaded bytes, which are in memory twice during the load. Of a state that the
-        ranks divide, as with `Sharded`, each is sent its own part only.
+        ranks divide, as with `Sharded` and `ParameterServer`, each is sent its own part only.
     """
     path = as_location("checkpoint.load", "path", path)
     check_flag("checkpoint.load", "rng", rng)

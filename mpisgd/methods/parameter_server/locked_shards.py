@@ -15,24 +15,24 @@ Between hosts the shard and its state travel to the worker and back.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.core.consistency import Operation
-from mpisgd.errors import InvalidArgument
 from mpisgd.event_log import Entry, Place, grads_of
-from mpisgd.gradients.fusion_buffer import laid_out
-from mpisgd.methods.parameter_server.layout import PARAMETER, Schema, lay_out_shards
+from mpisgd.gradients.fusion_buffer import laid_out, layout_of
+from mpisgd.methods.parameter_server.layout import PARAMETER, lay_out_shards
 from mpisgd.methods.parameter_server.shard_memory import ShardMemory, Version
+from mpisgd.methods.parameter_server.stand_ins import schemas_of, standing_in
 from mpisgd.methods.parameter_server.worker import Worker
 from mpisgd.methods.strategy.divided_state import DividedState
 from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.elementwise import single_step
+from mpisgd.sharding.needed_parts import LoadedPart, NeededPart
 
 __all__ = ["LockedShards"]
 
@@ -46,9 +46,14 @@ class LockedShards(Worker):
         servers: see `Worker`; all ranks hold shards where there are none.
         push_every: see above.
         pull_every: see above.
+
+    Attributes:
+        has_state_in_shards: whether the state that counts is there. That of the optimizer counts where it is
+            not: before the first step, and after a load of all of it.
     """
 
     gathers_state = True
+    has_state_in_shards = False
 
     def __init__(
         self,
@@ -73,7 +78,7 @@ class LockedShards(Worker):
         self._group_of = [
             place for place, options in enumerate(optimizer.param_groups) for _ in options["params"]
         ]
-        schemas = _schemas(optimizer, [param for _, param in self.training.named])
+        schemas = schemas_of(optimizer, [param for _, param in self.training.named])
         owners = self._servers or group.ranks
         layouts = [layout for layout in lay_out_shards(schemas, len(owners), group.size) if layout.entries]
         group.queue.run(Operation("ParameterServer", extra=f"shards={layouts}"), lambda: None)
@@ -184,7 +189,7 @@ class LockedShards(Worker):
                 state[leaves[i]][key] = tensor
         for i, leaf in leaves.items():
             leaf.grad = laid_out(grads[i], leaf)  # which lies in the order of its elements
-        with _standing_in(optimizer, self._by_group(leaves), state):
+        with standing_in(optimizer, self._by_group(leaves), state):
             single_step(optimizer)(optimizer)
         for place, ((i, key), slot) in enumerate(version.tensors.items()):
             value = state[leaves[i]].get(key) if i in leaves and key != PARAMETER else None
@@ -219,28 +224,77 @@ class LockedShards(Worker):
 
     @torch.no_grad()
     def _publish(self) -> None:
-        state = self.training.optimizer.state
         for shard in range(len(self._memory.layouts)):
-            version = self._memory.checkout(shard)
+            self._write(shard, parameters=True, state=not self.has_state_in_shards)
+
+    def _write(self, shard: int, *, parameters: bool, state: bool) -> None:
+        """Make this rank's parameters, or what the optimizer has of their state, those of a shard."""
+        version = self._memory.checkout(shard)
+        try:
             for place, ((i, key), slot) in enumerate(version.tensors.items()):
-                param = self.training.named[i][1]
-                value = param if key == PARAMETER else state.get(param, {}).get(key)
-                version.flags[place] = value is not None
-                if value is not None:
-                    slot.copy_(value)
-            self._memory.commit(shard)
+                if parameters if key == PARAMETER else state:
+                    param = self.training.named[i][1]
+                    value = param if key == PARAMETER else self._state_of(param).get(key)
+                    version.flags[place] = value is not None
+                    if value is not None:
+                        slot.copy_(value)
+        except BaseException:
+            self._memory.give_up(shard)
+            raise
+        self._memory.commit(shard)
+
+    def _state_of(self, param: Tensor) -> dict[str, Tensor]:
+        """Return the optimizer's state of a parameter, also where that was loaded in parts."""
+        state = self.training.optimizer.state.get(param, {})
+        return {
+            key: value.whole() if isinstance(value, LoadedPart) else value for key, value in state.items()
+        }
 
     def _publish_once(self) -> None:
         was_fresh = self.is_fresh
         super()._publish_once()
         if was_fresh:
-            self.training.optimizer.state = DividedState()
+            self._leave_state_to_shards()
             self._accrued, self._num_steps = {}, 0  # of what was before a load nothing counts
+
+    def _leave_state_to_shards(self) -> None:
+        self.has_state_in_shards = True
+        self.training.optimizer.state = DividedState()
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Synchronizer`."""
+        super().loaded(state_dict)
+        self.has_state_in_shards = False
+
+    def needed_parts(self) -> dict[int, NeededPart]:
+        """Return what this rank needs of a loaded state: all of the parameters of its shard, by place."""
+        mine = {entry.param for shard in self._own_shards for entry in self._memory.layouts[shard].entries}
+        return {
+            i: NeededPart(layout_of(param), ((0, param.numel()),) if i in mine else ())
+            for i, (_, param) in enumerate(self.training.named)
+        }
+
+    @torch.no_grad()
+    def load_parts(self) -> None:
+        """Write the state that was loaded to this rank's shard, where the others find it. Not collective.
+
+        The parameters follow when the first rank gives everybody its own.
+        """
+        self._show()
+        self.is_fresh = True
+        for shard in self._own_shards:
+            self._write(shard, parameters=False, state=True)
+        self._leave_state_to_shards()
+
+    @property
+    def _own_shards(self) -> list[int]:
+        me = self.training.group.ranks[self.training.group.rank]
+        return [shard for shard, owner in enumerate(self._memory.owners) if owner == me]
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state as it is in the shards now, where the wrapped optimizer's is. Not collective."""
         self._show()
-        if self.is_fresh:
+        if not self.has_state_in_shards:
             return make()
         optimizer = self.training.optimizer
         try:
@@ -269,7 +323,7 @@ class LockedShards(Worker):
     @property
     def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
         """Whether this rank can read the state of all parameters, also when ranks are lost."""
-        return self.is_fresh or self._is_on_one_host
+        return self._is_on_one_host or not self.has_state_in_shards
 
     def close(self) -> None:
         """See `Synchronizer`."""
@@ -281,7 +335,9 @@ class LockedShards(Worker):
         self._show()
         if not self.is_fresh:
             self.pull()
+        if self.has_state_in_shards:
             self._read_state()
+            self.has_state_in_shards = False
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """See `Worker`. All ranks are there, other than after a loss: so all that they accrued counts."""
@@ -290,54 +346,3 @@ class LockedShards(Worker):
         # What the first rank brings home counts.
         self.training.group.queue.run(Operation("ParameterServer", extra="all has been pushed"), lambda: None)
         super().extend(named)
-
-
-@contextmanager
-def _standing_in(
-    optimizer: torch.optim.Optimizer, params: Sequence[list[Any]], state: defaultdict[Any, Any]
-) -> Iterator[None]:
-    """Let the optimizer have other parameters and another state meanwhile."""
-    before = [options["params"] for options in optimizer.param_groups], optimizer.state
-    try:
-        for options, others in zip(optimizer.param_groups, params, strict=True):
-            options["params"] = others
-        optimizer.state = state
-        yield
-    finally:
-        for options, own in zip(optimizer.param_groups, before[0], strict=True):
-            options["params"] = own
-        optimizer.state = before[1]
-
-
-@torch.no_grad()
-def _schemas(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[Schema]:
-    """Return the tensors that the state of each parameter has: found out by a step on zeros.
-
-    Raises:
-        InvalidArgument: the optimizer keeps something else than tensors for a parameter.
-    """
-    stand_ins = {param: torch.nn.Parameter(torch.zeros(param.shape, dtype=param.dtype)) for param in params}
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    for param, stand_in in stand_ins.items():
-        stand_in.grad = torch.zeros_like(stand_in)
-        if param in optimizer.state:
-            state[stand_in] = {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in optimizer.state[param].items()
-            }
-    groups = [[stand_ins[param] for param in options["params"]] for options in optimizer.param_groups]
-    with _standing_in(optimizer, groups, state):
-        single_step(optimizer)(optimizer)
-    return [_schema(optimizer, param, state[stand_in]) for param, stand_in in stand_ins.items()]
-
-
-def _schema(optimizer: torch.optim.Optimizer, param: Tensor, state: dict[str, Any]) -> Schema:
-    for key, value in state.items():
-        if value is not None and (not isinstance(value, Tensor) or not value.is_cpu):
-            raise InvalidArgument(
-                f"ParameterServer: {type(optimizer).__name__} keeps {key!r} of a parameter as a "
-                f"{type(value).__name__}; the servers keep tensors on the CPU"
-            )
-    tensors = {key: value for key, value in state.items() if value is not None}
-    found = {PARAMETER: param, **dict(sorted(tensors.items()))}
-    return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in found.items()}

@@ -13,7 +13,7 @@ from counted_bytes import sent, state_bytes
 from peak_meter import peak_bytes
 from pretended_hosts import EVEN, group_of_hosts
 from torch import nn
-from verdicts import everyone, raises_everywhere
+from verdicts import everyone, raises_everywhere, referee
 
 import mpisgd
 from mpisgd import Group, checkpoint
@@ -112,6 +112,24 @@ def have_same_bits(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def memory_of_loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the bytes of each tensor that this rank makes for what is loaded."""
+    room, memory = [], loading._memory
+
+    def counted(*args: Any) -> Any:
+        empty = memory(*args)
+
+        def made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+            tensor = empty(shape, dtype)
+            room.append(tensor.nbytes)
+            return tensor
+
+        return made
+
+    monkeypatch.setattr(loading, "_memory", counted)
+    return room
+
+
 def load_everything_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the program looks at what is loaded."""
     monkeypatch.setattr(DistributedOptimizer, "_needed_parts", lambda self, group: None)
@@ -204,19 +222,7 @@ def test_one_copy_of_the_parameters_is_loaded_once_on_each_host(
         saved = copy.deepcopy(dict(run.model.state_dict()))
         whole = sum(value.nbytes for value in saved.values())
         resumed = Run(group, "shared", folder, seed=2)
-        room, read = [], checkpoint.loading._memory
-
-        def counted(*args: Any) -> Any:
-            empty = read(*args)
-
-            def made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-                tensor = empty(shape, dtype)
-                room.append(tensor.nbytes)
-                return tensor
-
-            return made
-
-        monkeypatch.setattr("mpisgd.checkpoint.loading._memory", counted)
+        room = memory_of_loads(monkeypatch)
         moved = sent(monkeypatch, group, lambda: checkpoint.load(folder, model=resumed.model, group=group))
         everyone(have_same_bits(dict(resumed.model.state_dict()), saved), "it has not loaded what was saved")
         everyone(moved < 1.1 * whole + 100_000, f"{moved} bytes for a model of {whole}")
@@ -333,27 +339,78 @@ def test_a_saved_part_travels_once_to_the_rank_that_writes(
         everyone(seen == ([whole] if mpisgd.rank() == 1 else []), f"{seen} bytes of {whole}")
 
 
-def test_of_the_state_of_servers_the_rank_that_writes_reads_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def made() -> mpisgd.DistributedOptimizer:
-        torch.manual_seed(1)
-        model = nn.Linear(FEATURES, FEATURES)
-        adam, strategy = torch.optim.Adam(model.parameters(), lr=0.1), mpisgd.ParameterServer("async")
-        optimizer = mpisgd.DistributedOptimizer(adam, strategy=strategy)
-        model(torch.ones(1, FEATURES)).sum().backward()
-        return optimizer
+class Constant(nn.Module):
+    """The gradients do not depend on the parameters: it matters not in which order ranks push them."""
 
-    optimizer, reads, read = made(), [], ShardMemory.read
-    optimizer.step()
-    optimizer.synchronizer.finish()
-    monkeypatch.setattr(ShardMemory, "read", lambda self, shard: (reads.append(shard), read(self, shard))[1])
-    checkpoint.save(folder, 1, optimizer=optimizer)
-    everyone(bool(reads) == (mpisgd.rank() == 0), f"{len(reads)} reads of shards")
-    other = made()
-    checkpoint.load(folder, optimizer=other)
-    saved = optimizer.state_dict()["state"]
-    everyone(len(saved) == 2 and have_same_bits(other.state_dict()["state"], saved), "the state differs")
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(FEATURES * (i + 1), WIDTH) for i in range(4))
+        self.conv = nn.Conv2d(3, 40, 3).to(memory_format=torch.channels_last)
+
+    def loss(self) -> torch.Tensor:
+        dense = sum(layer(torch.ones(1, layer.in_features)).sum() for layer in self.layers)
+        return dense + self.conv(torch.ones(1, 3, 3, 3)).sum()
+
+
+@pytest.mark.parametrize("hosts", ["one", "each"])
+def test_of_the_state_of_servers_one_rank_reads_all_and_each_gets_its_shard(
+    hosts: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = mpisgd.size()
+    with group_of_hosts(range(size) if hosts == "each" else [0] * size) as group:
+
+        def trained(folder: Path | None) -> tuple[nn.Module, mpisgd.DistributedOptimizer]:
+            model = Constant()
+            adam, strategy = torch.optim.Adam(model.parameters(), lr=0.1), mpisgd.ParameterServer("async")
+            optimizer = mpisgd.DistributedOptimizer(adam, strategy=strategy, group=group)
+            if folder is not None:
+                with torch.no_grad():  # the others take the parameters of the first rank
+                    model.conv.bias.add_(1 + group.rank)
+                checkpoint.load(folder, model=model, optimizer=optimizer, group=group)
+            return model, optimizer
+
+        def go_on(model: nn.Module, optimizer: mpisgd.DistributedOptimizer) -> dict[str, Any]:
+            model.loss().backward()
+            optimizer.step()
+            optimizer.synchronizer.finish()
+            return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()["state"]}
+
+        model, optimizer = trained(None)
+        saved = copy.deepcopy(go_on(model, optimizer))
+        whole = state_bytes(saved["optimizer"])
+        reads, read = [], ShardMemory.read
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                ShardMemory, "read", lambda self, shard: (reads.append(shard), read(self, shard))[1]
+            )
+            checkpoint.save(folder, 1, rng=False, model=model, optimizer=optimizer, group=group)
+        everyone(bool(reads) == (group.rank == 0), f"{len(reads)} reads of shards")
+
+        _, other = trained(None)
+        with monkeypatch.context() as patched:
+            room = memory_of_loads(patched)
+            moved = sent(monkeypatch, group, lambda: checkpoint.load(folder, optimizer=other, group=group))
+        rooms = sum(referee().allgather(sum(room)))
+        small = size * 4 * 4096  # that of biases, which all ranks get
+        everyone(whole <= rooms < whole + small, f"{rooms} bytes of memory for a state of {whole}")
+        if hosts == "each":
+            least = (size - 1) / size * whole
+            everyone(0.5 * least < moved < 1.3 * least + 100_000, f"{moved} bytes for a state of {whole}")
+        everyone(have_same_bits(other.state_dict()["state"], saved["optimizer"]), "the state differs")
+
+        resumed = go_on(*trained(folder))
+        again = Constant()
+        adam = torch.optim.Adam(again.parameters(), lr=0.1)
+        for _ in range(2 * size):
+            adam.zero_grad()
+            (again.loss() / size).backward()
+            adam.step()
+        values = dict(again.state_dict())
+        everyone(all(torch.equal(values[name], value) for name, value in resumed["model"].items()), "values")
+        one, other = adam.state_dict()["state"], resumed["optimizer"]
+        alike = all(torch.equal(one[place][key], other[place][key]) for place in one for key in one[place])
+        everyone(alike and one.keys() == other.keys(), "it goes on with another state")
 
 
 def damage(path: Path, at: float) -> None:
