@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpisgd import config
 from mpisgd.arguments import as_index, check_flag, has_state_dict, shown
@@ -22,6 +22,7 @@ from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.optim.own_state import split_own
+from mpisgd.sharding.module_parts import state_dict_at
 
 __all__ = ["Content", "check_mode", "check_save_arguments", "collect", "save", "to_disk"]
 
@@ -177,6 +178,8 @@ def _encode(
             if isinstance(value, DistributedOptimizer):
                 values[name], is_elsewhere = value._state_dict_at(ROOT, group)
                 elsewhere += [name] if is_elsewhere else []
+            elif isinstance(value, nn.Module):
+                values[name] = state_dict_at(value, ROOT, group)
             else:
                 values[name] = value.state_dict() if has_state_dict(value) else value
             values[name], mine = split_own(value, values[name])

@@ -1,4 +1,4 @@
-"""The `state_dict` of a model, loaded: of parameters that the ranks share each needs its own parts only."""
+"""The `state_dict` of a model, saved by one rank, and loaded, where each rank needs its own parts only."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -12,9 +12,29 @@ from mpisgd.sharding.layerwise.offload_parameters import StateDictHooks, streame
 from mpisgd.sharding.needed_parts import LoadedPart, NeededPart
 from mpisgd.sharding.shared_parameters import needed_of_shared
 
-__all__ = ["load_parts", "needed_parts_of", "tensors_of"]
+__all__ = ["load_parts", "needed_parts_of", "state_dict_at", "tensors_of"]
 
 EXTRA = "_extra_state"  # torch's name for what a module keeps besides tensors
+
+
+def state_dict_at(model: nn.Module, root: int, group: Group) -> dict[str, Any]:
+    """Return `model.state_dict()` on the rank that saves it. Collective where parameters are in files.
+
+    The others get what is in files without its values, where the program does nothing with them.
+
+    Args:
+        model: of any kind.
+        root: the rank of `group` that saves it.
+        group: the ranks that call this.
+    """
+    streamed = streamed_parameters_of(list(model.parameters()))
+    if streamed is None or group.size == 1 or streamed.group.ranks != group.ranks:
+        return model.state_dict()
+    looks = torch.tensor([group.rank != root and not _saves_as_torch(model)], dtype=torch.uint8)
+    if any(streamed.on_some_rank(looks)):
+        return model.state_dict()
+    with streamed.values_at(root):
+        return model.state_dict()
 
 
 def needed_parts_of(model: nn.Module, group: Group) -> dict[str, NeededPart] | None:
@@ -46,6 +66,17 @@ def _loads_as_torch(model: nn.Module) -> bool:
         and str(type(module)._load_from_state_dict.__module__).startswith("torch.nn.")
         and all(map(_is_ours, module._load_state_dict_pre_hooks.values()))
         and all(map(_is_ours, module._load_state_dict_post_hooks.values()))
+        for module in model.modules()
+    )
+
+
+def _saves_as_torch(model: nn.Module) -> bool:
+    """Return whether all modules make their state as torch's do, and the program does nothing to it."""
+    return all(
+        type(module).state_dict is nn.Module.state_dict
+        and str(type(module)._save_to_state_dict.__module__).startswith("torch.nn.")
+        and all(map(_is_ours, module._state_dict_pre_hooks.values()))
+        and all(map(_is_ours, module._state_dict_hooks.values()))
         for module in model.modules()
     )
 

@@ -233,7 +233,7 @@ class StateDictHooks:
         with self._streamed.shared_errors():
             for name, value in state_dict.items():
                 if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in addresses:
-                    state_dict[name] = self._streamed.values.copy_of(value.detach())
+                    state_dict[name] = self._streamed.copy_of(value.detach())
         self._streamed.release(self._units, self._user)
 
     def _write(self, *_: Any) -> None:

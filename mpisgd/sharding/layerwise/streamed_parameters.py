@@ -11,7 +11,7 @@ Source: Rajbhandari et al. 2021, ZeRO-Infinity, sections 5.1 (prefetch), 6.1 (pa
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.broadcast import broadcast
+from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -34,6 +35,7 @@ from mpisgd.sharding.state_exchange import runs_of
 __all__ = ["GRADIENT", "VALUES", "StreamedParameters"]
 
 VALUES, GRADIENT = "values", "gradient"
+TAG = 30_004  # unlikely in a program's own messages
 
 
 class StreamedParameters:
@@ -62,6 +64,8 @@ class StreamedParameters:
         self.offload, self.group = offload, group
         self.units: list[Unit] = []
         self.present: set[Tensor] = set()
+        self._reader: int | None = None
+        self._read_for_it: list[Unit] = []
         with raised_on_every_rank(group):
             values, gradients = (
                 FileStore(offload, blocks_of(offload, f"{what} of rank {group.rank}"), self._name, num_chunks)
@@ -154,8 +158,43 @@ class StreamedParameters:
             for chunk, own in _in_chunks(unit, unit.own(unit.flat)):
                 own.copy_(self.values[chunk.key][VALUES])
                 self.values.release([chunk.key], changed=False)
-        if self.group.size > 1:
+        if self._reader is not None:
+            self._read_for_it.append(unit)
+            self._gather(unit, self._reader)
+        elif self.group.size > 1:
             all_gather_into_tensor(unit.flat, unit.own(unit.flat), self.group)
+
+    @contextmanager
+    def values_at(self, reader: int) -> Iterator[None]:
+        """Return a context in which one rank alone gets the values that are acquired, to save them.
+
+        On the others they are arbitrary, and `copy_of` makes no copies. Collective.
+        """
+        self._reader = reader
+        try:
+            yield
+        finally:
+            self._reader = None
+            for unit in self._read_for_it:  # where the program has raised, some are in memory still
+                unit.users.clear()
+                unit.drop()
+            self._read_for_it.clear()
+
+    def _gather(self, unit: Unit, reader: int) -> None:
+        ranks = self.group.ranks
+        if self.group.rank != reader:
+            isend(unit.own(unit.flat), ranks[reader], self.group, TAG).wait()
+            return
+        parts = enumerate(torch.split(unit.flat, unit.part))
+        works = [irecv(part, ranks[rank], self.group, TAG) for rank, part in parts if rank != reader]
+        for work in works:
+            work.wait()
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """Return a copy of a parameter that is in memory; see `values_at`."""
+        if self._reader not in (None, self.group.rank):
+            return torch.empty((), dtype=value.dtype).expand(value.shape)
+        return self.values.copy_of(value)
 
     def _check_in_place(self, unit: Unit) -> None:
         for param in unit.moved():
@@ -174,7 +213,7 @@ class StreamedParameters:
     def harvest(self, unit: Unit) -> None:
         """Add the gradients of a unit to those in the files; the parameters have none then. Collective."""
         mine = torch.tensor([param.grad is not None for param in unit.params], dtype=torch.uint8)
-        here = self._on_some_rank(mine)
+        here = self.on_some_rank(mine)
         if not any(here):
             return
         self.present.update(param for param, exists in zip(unit.params, here, strict=True) if exists)
@@ -186,12 +225,13 @@ class StreamedParameters:
     def harvest_rest(self, units: Sequence[Unit]) -> None:
         """Do the same for all units that have gradients in memory on some rank. Collective."""
         mine = [any(param.grad is not None for param in unit.params) for unit in units]
-        here = self._on_some_rank(torch.tensor(mine, dtype=torch.uint8))
+        here = self.on_some_rank(torch.tensor(mine, dtype=torch.uint8))
         for unit, exists in zip(units, here, strict=True):
             if exists:
                 self.harvest(unit)
 
-    def _on_some_rank(self, mine: Tensor) -> list[bool]:
+    def on_some_rank(self, mine: Tensor) -> list[bool]:
+        """Return which flags are set on some rank, [n] of uint8, which are overwritten. Collective."""
         if self.group.size > 1:
             all_reduce(mine, ReduceOp.MAX, self.group)
         return [bool(flag) for flag in mine]

@@ -22,6 +22,7 @@ from mpisgd.job.lifecycle import world
 from mpisgd.methods.parameter_server.shard_memory import ShardMemory
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.sharding import module_parts
+from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -268,16 +269,35 @@ def test_what_is_loaded_with_a_shared_model_finds_it_whole(
 
 
 def test_parameters_in_files_travel_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the rank that writes, which alone has copies of them then, and to those that load their parts."""
     size = mpisgd.size()
     with group_of_hosts(range(size)) as group:
         run = Run(group, "parameters in files", folder, seed=1)
         run.train(0, 2)
+        state, values = run.optimizer.state_dict()["state"], dict(run.model.state_dict())
+        whole = state_bytes(state) + sum(value.nbytes for value in values.values())
+        least = (size - 1) / size * whole
+        files = streamed_parameters_of(list(run.model.parameters()))
+        assert files is not None
+        copies, copy_of = [], files.values.copy_of
+        monkeypatch.setattr(files.values, "copy_of", lambda tensor: [copy_of(tensor), copies.append(1)][0])
+        moved = sent(monkeypatch, group, lambda: checkpoint.save(folder, 1, **run.objects, group=group))
+        everyone(0.9 * least < moved < 1.15 * least + 150_000, f"{moved} bytes for {whole}")
+        everyone(bool(copies) == (group.rank == 0), f"{len(copies)} copies")
+        with monkeypatch.context() as patched:
+            if group.rank == 0:
+                patched.setattr(files.values, "copy_of", _no_room)
+            with raises_everywhere(mpisgd.CheckpointError) as caught:
+                checkpoint.save(folder, 2, **run.objects, group=group)
+        everyone("No space left" in caught.text, caught.text)
+        everyone(have_same_bits(dict(run.model.state_dict()), values), "it has not the values of before")
+        seen: list[dict[str, Any]] = []
+        if group.rank == 1:  # where a program looks at what is saved, it finds everything
+            run.model.register_state_dict_post_hook(lambda _, state, *__: seen.append(dict(state)))
         checkpoint.save(folder, 2, **run.objects, group=group)
-        state, values = run.optimizer.state_dict()["state"], run.model.state_dict().values()
-        whole = state_bytes(state) + sum(value.nbytes for value in values)
+        everyone(len(seen) == (group.rank == 1) and all(have_same_bits(each, values) for each in seen))
         resumed = Run(group, "parameters in files", folder, seed=2)
         moved = sent(monkeypatch, group, lambda: checkpoint.load(folder, **resumed.objects, group=group))
-        least = (size - 1) / size * whole
         everyone(0.9 * least < moved < 1.15 * least + 150_000, f"{moved} bytes for {whole}")
 
 
