@@ -73,7 +73,7 @@ def join(
 
 
 class Join:
-    """See `join`."""
+    """The context that `join` returns: inside, the ranks may have unequal numbers of batches."""
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ class RegisteredWait(NamedTuple):
 
     @property
     def serial(self) -> int:
-        """See `serial_of`."""
+        """The number of this wait, as `serial_of` has it."""
         return serial_of(self.since_s)
 
 

@@ -54,7 +54,10 @@ class AdaptiveSum(Compressor):
         return _AdasumReducer(layout)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. The gradients of all ranks go to all ranks, which combine them."""
+        """Return what compressing costs beside the bytes, for `plan`.
+
+        The gradients of all ranks go to all ranks, which combine them.
+        """
         return Coding(element_s=5e-9, copies=0.0)
 
     def paper(self) -> Paper[Any]:

@@ -83,7 +83,10 @@ class BlockQuantized(Compressor):
         return (1 << (self.bits - 1)) - 1
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. Codes and scales go to owners of chunks, those of the mean to all."""
+        """Return what compressing costs beside the bytes, for `plan`.
+
+        Codes and scales go to owners of chunks, those of the mean to all.
+        """
         collectives = ("all_to_all", "all_gather")
         if self.error_feedback:  # what is meant takes the place of the residual
             return Coding(collectives, element_s=12e-9, kept=lambda size: 1 + 1 / size)

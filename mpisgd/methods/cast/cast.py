@@ -72,7 +72,7 @@ class Cast(Compressor):
         return CastReducer(self, layout)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. A sum of narrower floats."""
+        """Return what compressing costs beside the bytes, for `plan`. A sum of narrower floats."""
         return Coding(collectives=("all_reduce",), element_s=1e-9, copies=0.5)
 
     def paper(self) -> Paper[Any]:

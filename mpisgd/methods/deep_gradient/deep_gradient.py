@@ -105,7 +105,7 @@ class DeepGradient(WideCompressor, HasMomentum):
         return DeepGradientReducer(layout, self)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. It sends as `TopK`."""
+        """Return what compressing costs beside the bytes, for `plan`. It sends as `TopK`."""
         return Coding(element_s=20e-9, copies=0.0, of_largest=1.25)
 
     def paper(self) -> Paper[Any]:

@@ -154,7 +154,7 @@ class DiLoCo(Strategy):
         return replace(LOCAL_STEPS, compression=compression, uneven_data=yes(WEIGHTED), elastic=elastic)
 
     def check(self, training: Training) -> None:
-        """See `Strategy.check`.
+        """Raise if the parameters cannot be trained so; see `Strategy.check`.
 
         Raises:
             InvalidArgument: also if there are fewer parameters than fragments.

@@ -67,7 +67,7 @@ class Natural(WideCompressor):
         return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. Signs and exponents go to all ranks."""
+        """Return what compressing costs beside the bytes, for `plan`. Signs and exponents go to all ranks."""
         return Coding(element_s=30e-9, copies=0.0)
 
     def paper(self) -> Paper[Any]:

@@ -103,7 +103,10 @@ class OneBit(Compressor):
         return _GatherReducer(layout)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. Signs and a magnitude per parameter go to all ranks."""
+        """Return what compressing costs beside the bytes, for `plan`.
+
+        Signs and a magnitude per parameter go to all ranks.
+        """
         if self.two_step:
             return CODING
         return Coding(element_s=5e-9, copies=2.0)

@@ -91,7 +91,10 @@ class PowerSGD(WideCompressor):
         return PowerSGDReducer(layout, self)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. A sum of all P, then one of all Q, which needs the first."""
+        """Return what compressing costs beside the bytes, for `plan`.
+
+        A sum of all P, then one of all Q, which needs the first.
+        """
         return Coding(collectives=("all_reduce", "all_reduce"), element_s=10e-9, copies=0.0)
 
     def paper(self) -> Paper[Any]:

@@ -88,7 +88,7 @@ class QSGD(WideCompressor):
         return QuantizingReducer(self._levels(layout), layout.numel, self.seed, memory, state)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. Codes and norms go to all ranks."""
+        """Return what compressing costs beside the bytes, for `plan`. Codes and norms go to all ranks."""
         return Coding(element_s=30e-9, copies=0.25)
 
     def paper(self) -> Paper[Any]:

@@ -85,7 +85,7 @@ class RandomK(WideCompressor):
         return RandomKReducer(layout, self)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`.
+        """Return what compressing costs beside the bytes, for `plan`.
 
         A sum of the elements that all ranks have drawn alike, by indices of 8 bytes.
         """

@@ -261,7 +261,7 @@ class Sharded(Strategy):
         )
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
-        """See `Strategy`. What is coded depends on the shards: see `mpisgd.tools.verification.papers`."""
+        """Return the algorithm of what is coded, which depends on the shards; None where nothing is."""
         of_g, of_y = self.gradients, self.parameters
         g = paper.CodedGradients() if of_g is None else paper.CodedGradients(of_g.largest, of_g.block)
         if of_y is not None:

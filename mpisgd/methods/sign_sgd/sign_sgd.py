@@ -60,7 +60,7 @@ class SignSGD(Compressor):
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`.
+        """Return what compressing costs beside the bytes, for `plan`.
 
         Votes go to owners of chunks and the outcome to all ranks; or all signs to all.
         """

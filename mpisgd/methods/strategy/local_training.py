@@ -66,7 +66,7 @@ class LocalSynchronizer(Synchronizer, abc.ABC):
         self._scaling.before_step(self.training.optimizer)
 
     def after_step(self, num_steps: int) -> None:
-        """See `synchronize`."""
+        """Call `synchronize`, also after a step that a GradScaler has left out."""
         self._scaling.after_step()
         with torch.no_grad():
             self.synchronize()

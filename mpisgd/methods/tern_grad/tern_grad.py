@@ -64,7 +64,10 @@ class TernGrad(WideCompressor):
         )
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. Codes and a scale per parameter go to all ranks."""
+        """Return what compressing costs beside the bytes, for `plan`.
+
+        Codes and a scale per parameter go to all ranks.
+        """
         return Coding(element_s=30e-9, copies=0.25 if self.clip_sigmas is None else 1.25)
 
     def paper(self) -> Paper[Any]:

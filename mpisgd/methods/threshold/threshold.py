@@ -68,7 +68,10 @@ class Threshold(WideCompressor):
         return ThresholdReducer(layout, self)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`. It sends as `TopK`, as many elements as pass."""
+        """Return what compressing costs beside the bytes, for `plan`.
+
+        It sends as `TopK`, as many elements as pass.
+        """
         return Coding(element_s=5e-9, by_data=True)
 
     def paper(self) -> Paper[Any]:

@@ -68,7 +68,7 @@ class TopK(WideCompressor):
         return TopKReducer(layout, self)
 
     def coding(self) -> Coding:
-        """See `mpisgd.methods.coding`.
+        """Return what compressing costs beside the bytes, for `plan`.
 
         Elements with their indices go to all ranks; magnitudes of a parameter are compared.
         """
