@@ -23,10 +23,11 @@ from mpisgd.tools.verification.paper_run import Definition, PaperRun, Saved, buc
 from mpisgd.tools.verification.papers import paper_of
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.model import Model
+from mpisgd.tools.verification.programs.optimizer_part import Part
 from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import Event, Optimizer, Program, examples_of
 from mpisgd.tools.verification.programs.training import Training, initial_groups
-from mpisgd.tools.verification.shares import Place, Shares
+from mpisgd.tools.verification.shares import Shares
 
 __all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "paper_among"]
 
@@ -60,12 +61,6 @@ def paper_among(program: Program, size: int, place: int = 0) -> Definition:
 
 def _bucket_of_each(x: Vec) -> Layout:
     return tuple((Slice(name, 0, tensor.numel()),) for name, tensor in x.items())
-
-
-def _names(training: Training, place: int) -> dict[str, nn.Parameter]:
-    """Return the parameters of an optimizer by name, in its order."""
-    name_of = {id(param): f"layers.{layer}" for layer, param in enumerate(training.model.params)}
-    return {name_of[id(param)]: param for param in training.params_of(place)}
 
 
 class Member(NamedTuple):
@@ -118,10 +113,10 @@ class ByPaper:
 
     def _begin(self) -> None:
         """Make the runs of the ranks that train now, one for each optimizer."""
-        self._parts = [_Part(place, self._here) for place in range(len(self._program.optimizers))]
+        self._parts = [Part(place, self._here) for place in range(len(self._program.optimizers))]
         self._runs = [self._new_run(part) for part in self._parts]
 
-    def _new_run(self, part: _Part) -> PaperRun:
+    def _new_run(self, part: Part) -> PaperRun:
         definition = paper_among(self._program, self._num_ranks, part.place)
         if isinstance(definition.layout, Shares):
             definition = definition._replace(layout=replace(definition.layout, places=part.places))
@@ -218,7 +213,7 @@ class ByPaper:
             part.give(kept)
         self._changes.clear()
 
-    def _changed(self, part: _Part, grads: Vec) -> Vec:
+    def _changed(self, part: Part, grads: Vec) -> Vec:
         """Return the reduced gradients as the program has changed them."""
         for change in self._changes:
             grads = (
@@ -228,7 +223,7 @@ class ByPaper:
             )
         return grads
 
-    def _set(self, part: _Part, grads: Vec, event: events.SetGradient) -> Vec:
+    def _set(self, part: Part, grads: Vec, event: events.SetGradient) -> Vec:
         name, value = f"layers.{event.layer}", self._all[0].model.gradient_for(event)
         others = {each: grad for each, grad in grads.items() if each != name}
         is_here = name in next(iter(part.params.values()))
@@ -251,7 +246,7 @@ class ByPaper:
         self._begin()
         self._go_on(before)
 
-    def _consensus(self, part: _Part, run: PaperRun) -> dict[str, Tensor]:
+    def _consensus(self, part: Part, run: PaperRun) -> dict[str, Tensor]:
         if run.paper.consensus and (common := getattr(run.state, run.paper.consensus)):
             return dict(common)
         ranks = list(part.params.values())
@@ -306,89 +301,6 @@ def _filled_up(state: Any, older: Any) -> Any:
         return state
     parts = [each.name for each in fields(state) if each.metadata[OWNER] == "part"]
     return replace(state, **{name: _filled_up(getattr(state, name), getattr(older, name)) for name in parts})
-
-
-class _Part:
-    """What one of the program's optimizers has, on all ranks that train.
-
-    Attributes:
-        place: of the optimizer.
-        params: by rank and name.
-        optimizers: what a paper calls the optimizer, by rank.
-        places: of the parameters in memory, by name.
-    """
-
-    def __init__(self, place: int, here: Sequence[tuple[int, Training]]) -> None:
-        self.place = place
-        self.params = {rank: _names(training, place) for rank, training in here}
-        self.optimizers: dict[int, Any] = {rank: _Stepping(training, place) for rank, training in here}
-        self.places: dict[str, Place] = {}
-        self._note_places(here, 0)
-
-    def note_groups(self, here: Sequence[tuple[int, Training]]) -> None:
-        """Take over parameters that were added."""
-        for rank, training in here:
-            self.params[rank].update(_names(training, self.place))
-        self._note_places(here, 1 + max(place.memory for place in self.places.values()))
-
-    def note_reload(self) -> None:
-        """Note that the optimizer is made over all parameters at once."""
-        self.places.update({name: place._replace(memory=0) for name, place in self.places.items()})
-
-    def _note_places(self, here: Sequence[tuple[int, Training]], memory: int) -> None:
-        rank, training = here[0]
-        name_of = {id(param): name for name, param in self.params[rank].items()}
-        for group, options in enumerate(training.groups_of(self.place)):
-            for param in options["params"]:
-                self.places.setdefault(name_of[id(param)], Place(memory, group))
-
-    def grads(self) -> dict[int, dict[str, Tensor]]:
-        """Return the gradients that there are."""
-        return {
-            rank: {name: param.grad for name, param in params.items() if param.grad is not None}
-            for rank, params in self.params.items()
-        }
-
-    def give(self, grads: dict[int, dict[str, Tensor]]) -> None:
-        """Give ranks the gradients back that they did not step with."""
-        for rank, mine in grads.items():
-            for name, grad in mine.items():
-                self.params[rank][name].grad = grad
-
-    def copies(self) -> dict[int, Vec]:
-        """Return copies of the parameters."""
-        return {
-            rank: Vec({name: param.detach().clone() for name, param in params.items()})
-            for rank, params in self.params.items()
-        }
-
-
-class _Stepping:
-    """What a paper calls the optimizer: a step of one in a training, as the program asks for it."""
-
-    def __init__(self, training: Training, place: int) -> None:
-        self._training, self._place = training, place
-        self.event = events.Step()
-        self.rests = False  # it has no data, and no gradients but those of others
-
-    def step(self) -> None:
-        """Update the parameters by the gradients that they have."""
-        params = self._training.params_of(self._place)
-        if not self.rests or any(param.grad is not None for param in params):
-            self._training.step(self.event, [self._place])
-
-    @property
-    def state(self) -> dict[Tensor, Any]:
-        """What the optimizer keeps, by parameter."""
-        state: dict[Tensor, Any] = self._training.optimizers[self._place].state
-        return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the training keeps its state."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load nothing."""
 
 
 def _undo_casts(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
