@@ -379,11 +379,13 @@ def test_of_the_state_of_servers_one_rank_reads_all_and_each_gets_its_shard(
 ) -> None:
     size = mpisgd.size()
     with group_of_hosts(range(size) if hosts == "each" else [0] * size) as group:
+        windows: list[mpisgd.Window] = []  # which end before their group does
 
         def trained(folder: Path | None) -> tuple[nn.Module, mpisgd.DistributedOptimizer]:
             model = Constant()
             adam, strategy = torch.optim.Adam(model.parameters(), lr=0.1), mpisgd.ParameterServer("async")
             optimizer = mpisgd.DistributedOptimizer(adam, strategy=strategy, group=group)
+            windows.extend((optimizer.synchronizer._clocks.window, optimizer.synchronizer._memory.window))
             if folder is not None:
                 with torch.no_grad():  # the others take the parameters of the first rank
                     model.conv.bias.add_(1 + group.rank)
@@ -431,6 +433,8 @@ def test_of_the_state_of_servers_one_rank_reads_all_and_each_gets_its_shard(
         one, other = adam.state_dict()["state"], resumed["optimizer"]
         alike = all(torch.equal(one[place][key], other[place][key]) for place in one for key in one[place])
         everyone(alike and one.keys() == other.keys(), "it goes on with another state")
+        for window in windows:
+            window.free()
 
 
 def damage(path: Path, at: float) -> None:
