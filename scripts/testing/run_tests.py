@@ -31,9 +31,9 @@ OUTPUT = ROOT / "runs" / "tests"
 PRELOADED = ("torch._dynamo", "pytest", "mpisgd.checkpoint", "mpisgd.optim.distributed")
 
 # A stage of several processes waits for them to start and for each other; another one uses the cores
-# meanwhile, and of what is left one of a single process, which others do not wait for.
+# meanwhile, and so does one of a single process. That one would get the least of a core, and be the last.
 SIDE_BY_SIDE, ALONE = 2, 1
-NICENESS = 10
+NICE = ("nice", "-n", "5")  # those of several
 
 # What each rank runs, by the stage's Python: the launcher's variable tells the rank before MPI has started.
 RANK_COMMAND = """
@@ -55,9 +55,7 @@ def output_of(stage: Stage) -> Path:
 def command(stage: Stage) -> list[str]:
     """The command line of a stage."""
     shell = ["sh", "-c", RANK_COMMAND, stage.python, *WITHOUT, *stage.options, *stage.paths]
-    if stage.size == 0:
-        return ["nice", "-n", str(NICENESS), *shell] if stage.is_one_process else shell
-    return ["mpirun", "-n", str(stage.size), *shell, "--with-mpi"]
+    return ["mpirun", "-n", str(stage.size), *shell, "--with-mpi"] if stage.size else shell
 
 
 def forked(stages: list[Stage]) -> list[Stage]:
@@ -102,7 +100,7 @@ def execute(stage: Stage) -> str | None:
     output_of(stage).mkdir(parents=True)
     with (output_of(stage) / "launcher.log").open("wb") as log:
         process = subprocess.Popen(
-            command(stage),
+            [*([] if stage.is_one_process else NICE), *command(stage)],
             cwd=ROOT,
             env=environment(stage),
             stdout=log,

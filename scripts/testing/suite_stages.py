@@ -141,7 +141,7 @@ class Stage:
     """One run of pytest: `size` ranks of the MPI in `venv`, or a single process without MPI (size 0).
 
     `options` are pytest's, `settings` go into the environment, `python` starts each process. One that
-    `is_one_process` is for the cores that others leave. It hangs where no rank's log has grown for `quiet_s`:
+    `is_one_process` runs beside others. It hangs where no rank's log has grown for `quiet_s`:
     more than a test takes on a slow machine, and than pytest gives it.
     """
 
@@ -167,7 +167,7 @@ def plan(
     """The stages, those that take long first; `mpi` is the second MPI library, or "none"."""
     stages = [] if quick else [Stage("launch", ("tests/launch",))]
     stages += [mpi_stage(size, long=long) for size in ((3, 2) if quick else (4, 3, 2, 1))]
-    stages += [*unit_stages(), threads_stage(long=long)]
+    stages += [threads_stage(long=long), *unit_stages()]
     stages += gpu_stages(gpu=gpu, long=long)
     if not quick:
         stages += [Stage("cluster", ("tests/cluster",)), Stage("faults", ("tests/faults",))]
