@@ -38,6 +38,7 @@ from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor as reduce_sc
 from mpisgd.compress.compressor import BucketLayout as BucketLayout
 from mpisgd.compress.compressor import BucketReducer as BucketReducer
 from mpisgd.compress.compressor import Compressor as Compressor
+from mpisgd.context.context_parallel import context_parallel as context_parallel
 from mpisgd.core.group import Group as Group
 from mpisgd.core.work import Work as Work
 from mpisgd.data.seeding import seed as seed

@@ -4,6 +4,7 @@
     mpirun -np 4 python scripts/train_text.py                                    data parallel
     mpirun -np 4 python scripts/train_text.py --zero 3                           sharded model
     mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
+    mpirun -np 4 python scripts/train_text.py --parallel dp=2,cp=2               long sequences in parts
     mpirun -np 4 python scripts/train_text.py --strategy "DiLoCo(50)"            data parallel on a slow link
     mpirun -np 4 python scripts/train_text.py --optimizer muon                   matrices by Muon
     mpirun -np 4 python scripts/train_text.py --pipeline pipedream               stages that never wait
@@ -45,7 +46,7 @@ from training.text_dimensions import LaidOut, read_mesh_layout
 from training.text_model import GPT, ModelSize, build_model
 from training.text_pipeline import Scheduled, ScheduleName
 from training.text_state import read_run, read_state, write_checkpoint
-from training.training_pass import Pass, Pipelined, Whole
+from training.training_pass import InParts, Pass, Pipelined, Whole
 
 import mpisgd
 from mpisgd.nn import ProgressiveLayerDropping
@@ -145,14 +146,14 @@ def build_parallel(
     model: nn.Module = whole
     if method.is_default and settings.optimizer is not OptimizerName.dion:  # which averages by itself
         model = parallelize(whole, layout, mesh, drops_layers=dropping is not None)  # (3)
-    pipelined = layout.pp > 1
-    model_pass = (
-        Pipelined(model, num_micro_batches, mesh.get_group("pp"))
-        if pipelined
-        else Whole(model, num_micro_batches)
-    )
+    if layout.pp > 1:
+        model_pass: Pass = Pipelined(model, num_micro_batches, mesh.get_group("pp"))
+    elif layout.cp > 1:
+        model_pass = InParts(model, num_micro_batches, whole, layout.context_mesh())
+    else:
+        model_pass = Whole(model, num_micro_batches)
     share = settings.batch_size // layout.dp
-    place = mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")  # one of them is 0
+    place = (mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")) // layout.cp  # one is 0
     batch_slice = slice(place * share, (place + 1) * share)
     optimizer = build_optimizer(settings, layout, model, mesh)
     if not method.is_default:
@@ -339,7 +340,7 @@ def main(
         Path | None, typer.Option(help="A file or a folder of text; default: Python's standard library.")
     ] = None,
     parallel: Annotated[
-        str | None, typer.Option(help="Ranks per axis: dp=2,tp=2,pp=2; default: all along dp.")
+        str | None, typer.Option(help="Ranks per axis of dp, cp, tp, pp: dp=2,tp=2; default: all along dp.")
     ] = None,
     zero: Annotated[
         Zero, typer.Option(help="Shard over dp: nothing (0), optimizer state (1), gradients (2), all (3).")

@@ -6,6 +6,7 @@ gathered before.
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -16,11 +17,15 @@ from torch.distributed.tensor.experimental import local_map
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LocalAttention"]
+__all__ = ["LocalAttention", "attends_in_layout"]
 
 BATCH, HEADS = 0, 1
 TENSORS = ("query", "key", "value")
 NAMES = (*TENSORS, "attn_mask", "dropout_p", "is_causal")  # torch takes these by position, too
+
+_inside: ContextVar[bool] = ContextVar("mpisgd_layout_attention", default=False)
+
+attends_in_layout = _inside.get  # whether attention on plain tensors is that of a rank's parts
 
 
 class LocalAttention(TorchFunctionMode):
@@ -58,7 +63,11 @@ def _attention(
         return scaled_dot_product_attention(query, key, value, whole, **options)
 
     run = local_map(of_part, where, (where, where, where), device_mesh=mesh, redistribute_inputs=True)
-    out: Tensor = run(*tensors)
+    token = _inside.set(True)
+    try:
+        out: Tensor = run(*tensors)
+    finally:
+        _inside.reset(token)
     return out
 
 

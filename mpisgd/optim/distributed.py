@@ -37,6 +37,7 @@ from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.broadcast import lay_out_state, undo_casts
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.join import Join, join
+from mpisgd.optim.living import add_living
 from mpisgd.optim.loaded_parts import by_place, loads_as_torch, saves_as_torch, without_large
 from mpisgd.optim.participant import Participant
 from mpisgd.optim.step_cycle import StepCycle
@@ -199,6 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             checks_start=checks_start,
         )
         self._cycle.attach(self)
+        add_living(self)
 
     @property
     def synchronizer(self) -> Synchronizer:

@@ -31,6 +31,7 @@ ROWS = {
     "sparse_gradients": "sparse gradients",
     "closures": "`step(closure)`",
     "uneven_data": "`join()`",
+    "context_parallel": "`context_parallel` among its ranks",
     "repeats": "the same result in every run",
     "elastic": "elastic training",
     "checkpoint": "checkpoint",

@@ -1,6 +1,6 @@
 """How the work is divided among the ranks, as the options say, and which of them do not go together.
 
---parallel, --zero 0 1 3          axes of ranks, by torch                               parallelize.py
+--parallel, --zero 0 1 3          axes of ranks, by torch (cp: training_pass.py)        parallelize.py
 --strategy, --compression         the whole model on every rank                         methods.py
 --zero 2, --offload               the same, with divided gradients and optimizer state  methods.py
 --pipeline                        stages by a schedule of mpisgd.pipeline               text_pipeline.py
@@ -89,7 +89,12 @@ def check_division(division: Division, parallel: str | None) -> None:
 
 
 def check_method(method: Method, layout: Layout) -> None:
-    """A strategy and a compression want the whole model on every rank."""
+    """A strategy and a compression want the whole model on every rank, and the same one with cp."""
+    goes_with_context = method.strategy.goes_with.context_parallel
+    if layout.cp > 1 and not goes_with_context.goes:
+        raise mpisgd.JobError(
+            f"--strategy {method.strategy} does not go with --parallel {layout}: {goes_with_context.words}"
+        )
     if method.is_default or (layout.zero in (0, 2) and layout.tp == layout.pp == 1):
         return
     divided = f"--zero {layout.zero}" if layout.zero in (1, 3) else f"--parallel {layout}"
@@ -122,8 +127,10 @@ def check_own_division(division: Division, parallel: str | None) -> None:
 def check_stages(division: Division) -> None:
     """Raise JobError where the ranks cannot be the stages of --pipeline."""
     layout, schedule = division.layout, division.schedule
-    if layout.tp > 1 or layout.pp == 1:
-        raise mpisgd.JobError(f"--pipeline {schedule.value}: {layout}; expected two stages or more, and tp=1")
+    if max(layout.tp, layout.cp) > 1 or layout.pp == 1:
+        raise mpisgd.JobError(
+            f"--pipeline {schedule.value}: {layout}; expected two stages or more, and tp=1, cp=1"
+        )
     if division.drops_layers:
         raise mpisgd.JobError(
             "--layer-dropping goes with --parallel pp=N: it passes over other layers in each step, and those "

@@ -1,10 +1,11 @@
 """The parallel layout of a job, `--parallel dp=2,tp=2,pp=2`, and its checks.
 
     dp    data parallel: each has its share of the batch
+    cp    context parallel: each has a part of every sequence
     tp    tensor parallel: each has a part of every layer's heads and columns
     pp    pipeline parallel: each has some of the layers
 
-Ranks that talk the most are neighbours, so that they share a host: tp counts fastest, then dp, then pp. Eight
+Ranks that talk the most are neighbours, so that they share a host: tp counts fastest, then cp, dp, pp. Eight
 ranks, dp=2,tp=2,pp=2:
 
               pp 0                pp 1
@@ -25,7 +26,7 @@ from training.text_model import ModelSize
 
 __all__ = ["AXES", "Layout", "check_fit", "parse_layout"]
 
-AXES = ("dp", "tp", "pp")
+AXES = ("dp", "cp", "tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,36 @@ class Layout:
     tp: int
     pp: int
     zero: int
+    cp: int = 1
 
     def __str__(self) -> str:
         """As --parallel takes it."""
-        return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+        return ",".join(f"{axis}={length}" for axis, length in self.lengths.items())
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The number of ranks along each axis; cp where there are several."""
+        return {axis: getattr(self, axis) for axis in AXES if axis != "cp" or self.cp > 1}
+
+    @property
+    def num_averaging(self) -> int:
+        """How many ranks average the gradients of a parameter: each sees other places of the batch."""
+        return self.dp * self.cp
 
     def mesh(self) -> DeviceMesh:
         """The ranks as a grid. Collective.
 
-        dp is two axes in it: "shard" where parameters are divided, else "replicate"; the other has length 1.
+        dp and cp are two axes in it: "shard" where parameters are divided, else "replicate"; the other has
+        length 1.
         """
-        replicate, shard = (1, self.dp) if self.zero == 3 else (self.dp, 1)
+        replicate, shard = (1, self.num_averaging) if self.zero == 3 else (self.num_averaging, 1)
         names = ("pp", "replicate", "shard", "tp")
         return init_device_mesh("cpu", (self.pp, replicate, shard, self.tp), mesh_dim_names=names)
+
+    def context_mesh(self) -> DeviceMesh:
+        """The ranks that share this rank's sequences. Collective."""
+        names = ("pp", "dp", "cp", "tp")
+        return init_device_mesh("cpu", (self.pp, self.dp, self.cp, self.tp), mesh_dim_names=names)["cp"]
 
 
 def parse_layout(text: str | None, zero: int, num_ranks: int) -> Layout:
@@ -61,15 +79,15 @@ def parse_layout(text: str | None, zero: int, num_ranks: int) -> Layout:
         JobError: no such layout, or not for this number of ranks.
     """
     lengths = {"dp": num_ranks} if text is None else read_lengths(text)
-    lengths = {axis: lengths.get(axis, 1) for axis in AXES}
-    if prod(lengths.values()) != num_ranks:
-        product = " x ".join(map(str, lengths.values()))
-        raise JobError(
-            f"--parallel {text}: {product} = {prod(lengths.values())} ranks, but this job has {num_ranks}"
-        )
-    if zero == 1 and max(lengths["tp"], lengths["pp"]) > 1:
+    layout = Layout(**{axis: lengths.get(axis, 1) for axis in AXES}, zero=zero)
+    if (product := prod(layout.lengths.values())) != num_ranks:
+        factors = " x ".join(map(str, layout.lengths.values()))
+        raise JobError(f"--parallel {text}: {factors} = {product} ranks, but this job has {num_ranks}")
+    if zero == 1 and max(layout.tp, layout.pp) > 1:
         raise JobError(f"--parallel {text}: --zero 1 goes with dp alone, as DDP does; --zero 3 goes with all")
-    return Layout(**lengths, zero=zero)
+    if layout.cp > 1 and layout.pp > 1:
+        raise JobError(f"--parallel {text}: cp goes with dp and tp, and has not been tried with pp")
+    return layout
 
 
 def read_lengths(text: str) -> dict[str, int]:
@@ -78,7 +96,7 @@ def read_lengths(text: str) -> dict[str, int]:
     for item in text.split(","):
         axis, _, length = item.strip().partition("=")
         if axis not in AXES or not length.isdecimal() or int(length) < 1:
-            raise JobError(f"--parallel {text}: {item.strip()!r} is none of dp=N, tp=N, pp=N")
+            raise JobError(f"--parallel {text}: {item.strip()!r} is none of dp=N, cp=N, tp=N, pp=N")
         if axis in lengths:
             raise JobError(f"--parallel {text} names {axis} twice")
         lengths[axis] = int(length)
@@ -91,6 +109,8 @@ def check_fit(layout: Layout, size: ModelSize, batch_size: int, num_micro_batche
         raise JobError(f"--dim {size.dim} does not divide by --heads {size.num_heads}")
     if size.num_heads % layout.tp:
         raise JobError(f"--heads {size.num_heads} cannot be divided among tp={layout.tp} ranks")
+    if layout.cp > 1 and size.context % (2 * layout.cp):
+        raise JobError(f"--context {size.context} must divide by 2 x cp={layout.cp}")
     if size.num_layers < layout.pp:
         raise JobError(f"--layers {size.num_layers} is less than one for each of pp={layout.pp} stages")
     if batch_size % (layout.dp * num_micro_batches):

@@ -27,7 +27,7 @@ __all__ = ["parallelize", "reduces_gradients"]
 
 
 def parallelize(model: GPT, layout: Layout, mesh: DeviceMesh, *, drops_layers: bool = False) -> nn.Module:
-    """This rank's part of `model`; backward() averages its gradients over dp. Collective.
+    """This rank's part of `model`; backward() averages its gradients over dp and cp. Collective.
 
     With `drops_layers` a step may pass over some of the layers.
     """
@@ -35,7 +35,7 @@ def parallelize(model: GPT, layout: Layout, mesh: DeviceMesh, *, drops_layers: b
         keep_stage(model, mesh.get_local_rank("pp"), layout.pp)
     if layout.tp > 1:
         split_layers(model, mesh["tp"])
-    return share(model, layout, mesh, drops_layers) if layout.dp > 1 else model
+    return share(model, layout, mesh, drops_layers) if layout.num_averaging > 1 else model
 
 
 def keep_stage(model: GPT, stage: int, num_stages: int) -> None:
@@ -74,7 +74,7 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def share(model: GPT, layout: Layout, mesh: DeviceMesh, drops_layers: bool) -> nn.Module:
-    """Data parallel: every rank has its own share of the batch.
+    """Data parallel: every rank has its own share of the batch, or with cp its own places in a share.
 
     DDP without other axes: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it does not know
     parameters that tensor parallelism has split, and it fails in a pipeline with as many micro-batches as

@@ -1,8 +1,9 @@
 """A GPT on bytes: the model that `train_text.py` trains, written as for one process.
 
-Two things in it are there for those who divide it: a part that is None is passed over (a stage of a pipeline
-has only some of the parts), and attention reads its number of heads off what its projections return (with
-tensor parallelism they return those of this rank).
+Three things in it are there for those who divide it: a part that is None is passed over (a stage of a
+pipeline has only some of the parts), attention reads its number of heads off what its projections return
+(with tensor parallelism they return those of this rank), and bytes may be told where they stand (with
+context parallelism they are some of a sequence's).
 """
 
 from __future__ import annotations
@@ -94,9 +95,12 @@ class Embedding(nn.Module):
         super().__init__()
         self.byte = nn.Embedding(VOCABULARY, size.dim)
         self.position = nn.Embedding(size.context, size.dim)
+        self.places: Tensor | None = None  # from the first one on
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[batch, length] to [batch, length, dim]."""
+        if self.places is not None:
+            return self.byte(tokens) + self.position(self.places[: tokens.shape[1]])
         return self.byte(tokens) + self.position.weight[: tokens.shape[1]]
 
 
@@ -111,6 +115,11 @@ class GPT(nn.Module):
         self.head: nn.Module | None = nn.Sequential(
             nn.LayerNorm(size.dim), nn.Linear(size.dim, VOCABULARY, bias=False)
         )
+
+    def number_places(self) -> Tensor:
+        """The places of a sequence, [context], which the model looks at from now on; it may be divided."""
+        self.embedding.places = torch.arange(self.embedding.position.num_embeddings)
+        return self.embedding.places
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length] bytes, or what the stage before this one returned, to logits or to such again."""

@@ -6,15 +6,19 @@ of mpisgd's own divided models are in text_pipeline.py and text_dimensions.py.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+import mpisgd
 from training.parallelize import reduces_gradients
-from training.text_model import mean_loss
+from training.text_model import GPT, mean_loss
 
-__all__ = ["Pass", "Pipelined", "Whole"]
+__all__ = ["InParts", "Pass", "Pipelined", "Whole"]
 
 
 class Pass:
@@ -57,15 +61,41 @@ class Whole(Pass):
             inputs.chunk(self.num_micro_batches), targets.chunk(self.num_micro_batches), strict=True
         )
         for number, (micro_batch, expected) in enumerate(micro_batches, start=1):
-            with reduces_gradients(self.model, wanted=number == self.num_micro_batches):
+            wanted = number == self.num_micro_batches
+            with reduces_gradients(self.model, wanted), self.sharing(micro_batch, expected):
                 loss = mean_loss(self.model(micro_batch), expected) / self.num_micro_batches
                 loss.backward()
             total += loss.detach()
         return total
 
+    def sharing(self, inputs: Tensor, targets: Tensor) -> AbstractContextManager[None]:
+        """Inside, these are what this rank has of a micro-batch."""
+        return nullcontext()
+
     def logits(self, tokens: Tensor) -> Tensor:
         """Forward alone, of [1, context] bytes."""
         return self.model(tokens)
+
+
+class InParts(Whole):
+    """The same, of a part of each sequence; other ranks have the other parts.
+
+    Args:
+        model: what computes.
+        num_micro_batches: of this rank's sequences.
+        whole: the model whose parameters those of `model` are.
+        mesh: the ranks that share sequences.
+    """
+
+    def __init__(self, model: nn.Module, num_micro_batches: int, whole: GPT, mesh: DeviceMesh) -> None:
+        super().__init__(model, num_micro_batches)
+        self.mesh = mesh
+        self.places = whole.number_places()
+
+    def sharing(self, inputs: Tensor, targets: Tensor) -> AbstractContextManager[None]:
+        """Inside, these are this rank's part, and attention goes over the parts of all ranks."""
+        buffers = [inputs, targets, self.places]
+        return mpisgd.context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0])
 
 
 class Pipelined(Pass):

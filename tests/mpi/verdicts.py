@@ -53,14 +53,14 @@ class Caught:
 
 
 @contextlib.contextmanager
-def raises_everywhere(kind: type[Exception]) -> Iterator[Caught]:
+def raises_everywhere(kind: type[Exception] | tuple[type[Exception], ...]) -> Iterator[Caught]:
     """As pytest.raises, on every rank of the job."""
     caught = Caught()
     try:
         yield caught
     except Exception as exc:
         caught.error = exc
-    everyone(isinstance(caught.error, kind), f"expected {kind.__name__}, got {caught.error!r}")
+    everyone(isinstance(caught.error, kind), f"expected {kind}, got {caught.error!r}")
 
 
 def shared_report(item: pytest.Item, report: pytest.TestReport) -> pytest.TestReport:

@@ -42,6 +42,7 @@ OWN_PACE = replace(
     uneven_data=no(
         "each rank has its own pace, and nobody waits for one that has no more data: leave it out"
     ),
+    context_parallel=no("ranks are at different steps"),
     elastic=yes("yes, on one host"),
     checkpoint=yes("one for all ranks, after `finish()`"),
 )

@@ -159,6 +159,7 @@ class GoesWith:
         whole_gradients: optimizers whose step needs the gradients of all parameters together.
         repeats: whether the result of a training is the same each time.
         uneven_data: `join()`.
+        context_parallel: whether its ranks may share sequences, for which all need the same parameters.
 
     The others are options of `DistributedOptimizer`, or situations, by their names.
     """
@@ -182,6 +183,7 @@ class GoesWith:
     closures: Answer = yes()
     repeats: Answer = yes()
     uneven_data: Answer = no("the method does not say what a rank without data does")
+    context_parallel: Answer = yes()
     elastic: Answer = yes()
     checkpoint: Answer = yes("has what each rank's compressor kept")
 
@@ -205,6 +207,7 @@ UNDECLARED = GoesWith(
     check_in_sync_every=NOT_DECLARED,
     named_buffers=NOT_DECLARED,
     share_parameters=NOT_DECLARED,
+    context_parallel=NOT_DECLARED,
 )
 
 
@@ -261,6 +264,7 @@ SITUATIONS = (
     "closures",
     "repeats",
     "uneven_data",
+    "context_parallel",
     "elastic",
     "checkpoint",
 )

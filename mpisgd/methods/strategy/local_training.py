@@ -30,6 +30,7 @@ LOCAL_STEPS = GoesWith(
     grad_scaler=yes("yes, a rank's overflow skips its own step"),
     sparse_gradients=yes(),
     uneven_data=no("what a rank without data counts is not defined"),
+    context_parallel=no("parameters differ by rank between two steps"),
     elastic=yes("survivors go on from their own models"),
     checkpoint=yes("has the model of each rank"),
 )

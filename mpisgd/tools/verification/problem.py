@@ -13,6 +13,7 @@ __all__ = [
     "Batch",
     "Loss",
     "Problem",
+    "drawn",
     "embedding_problem",
     "flat_parameters",
     "linear_problem",
@@ -114,7 +115,7 @@ def linear_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return a loss that is linear in the parameters: its gradients do not depend on them."""
 
     def model() -> nn.Module:
-        return _drawn(nn.Linear(FEATURES, OUTPUTS), dtype)
+        return drawn(nn.Linear(FEATURES, OUTPUTS), dtype)
 
     def loss(forward: Any, batch: Batch) -> Tensor:
         inputs, targets = batch
@@ -131,7 +132,7 @@ def embedding_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """
 
     def model() -> nn.Module:
-        return _drawn(nn.Embedding(ROWS * size, OUTPUTS, sparse=True), dtype)
+        return drawn(nn.Embedding(ROWS * size, OUTPUTS, sparse=True), dtype)
 
     problem = linear_problem(size, steps, dtype)
     share = len(problem.batches[0][0]) // size
@@ -147,10 +148,10 @@ def _batch(joined: int, step: int, dtype: torch.dtype) -> Batch:
 
 def _model(dtype: torch.dtype, hidden: int = HIDDEN) -> nn.Sequential:
     layers = (nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
-    return _drawn(nn.Sequential(*layers, nn.Linear(hidden, OUTPUTS)), dtype)
+    return drawn(nn.Sequential(*layers, nn.Linear(hidden, OUTPUTS)), dtype)
 
 
-def _drawn(model: M, dtype: torch.dtype) -> M:
+def drawn(model: M, dtype: torch.dtype) -> M:
     """Return a model with parameters drawn from a generator of its own."""
     model = model.to(dtype)
     draw = torch.Generator().manual_seed(SEED)

@@ -19,6 +19,7 @@ from junk import Predicate, either, flag, nothing, positive, positive_int, tenso
 import mpisgd
 import mpisgd.data
 from mpisgd import checkpoint, elastic
+from mpisgd.job.lifecycle import world
 
 NUMEL = 4
 NO_SUCH = "no_such_argument"
@@ -168,6 +169,15 @@ def has_length(value: Any) -> bool:
     return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
 
+def context_parallel(
+    mesh: Any, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+) -> None:
+    """Enter, and leave."""
+    options = {"buffer_seq_dims": buffer_seq_dims, "no_restore_buffers": no_restore_buffers}
+    with mpisgd.context_parallel(mesh, buffers=buffers, **options):
+        pass
+
+
 CALLS: dict[str, Call] = {
     "all_reduce": Call(mpisgd.all_reduce, lambda: {"tensor": ones()}, {"tensor": writable}),
     "all_reduce_coalesced": Call(
@@ -292,6 +302,18 @@ CALLS: dict[str, Call] = {
         {"objects": lambda value: isinstance(value, (list, tuple)) and len(value) == mpisgd.size()},
     ),
     "barrier": Call(mpisgd.barrier, dict),
+    "context_parallel": Call(
+        context_parallel,
+        lambda: {"mesh": world(), "buffers": [torch.ones(2 * mpisgd.size())], "buffer_seq_dims": [0]},
+        {
+            "mesh": lambda _: False,
+            "buffers": lambda _: False,
+            "buffer_seq_dims": lambda _: False,
+            "no_restore_buffers": lambda value: value is None or repr(value) in ("[]", "()", "{}", "set()"),
+        },
+        {"buffers": "buffer", "buffer_seq_dims": "buffer"},
+        together=("buffers", "buffer_seq_dims", "no_restore_buffers"),
+    ),
     "new_group": Call(
         mpisgd.new_group,
         lambda: {"ranks": [0]},

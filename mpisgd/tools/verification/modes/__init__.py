@@ -4,6 +4,7 @@ from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.modes.asynchronous import ASYNCHRONOUS
 from mpisgd.tools.verification.modes.bfloat16 import BFLOAT16
 from mpisgd.tools.verification.modes.compressions import COMPRESSIONS
+from mpisgd.tools.verification.modes.contexts import CONTEXTS
 from mpisgd.tools.verification.modes.horovod import HOROVOD
 from mpisgd.tools.verification.modes.layouts import LAYOUTS
 from mpisgd.tools.verification.modes.matrix_optimizers import MATRIX_OPTIMIZERS
@@ -23,6 +24,7 @@ MODES: tuple[Mode, ...] = (
     *RESUMPTION,
     *TORCH_PROGRAMS,
     *LAYOUTS,
+    *CONTEXTS,
     *PIPELINES,
     *STRATEGIES,
     *ASYNCHRONOUS,

@@ -1,0 +1,1 @@
+"""Sequences divided among ranks: attention over keys and values that travel around a ring of them."""
