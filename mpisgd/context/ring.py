@@ -12,35 +12,9 @@ from mpisgd.errors import MpisgdError
 from mpisgd.job.groups import open_group
 from mpisgd.transport.messages.message_work import MessageWork
 
-__all__ = ["Packed", "Ring", "ring_of"]
+__all__ = ["Ring", "ring_of"]
 
 FORWARD_TAG, GRADIENT_TAG = 1, 2
-
-
-class Packed:
-    """Tensors side by side in one message.
-
-    Attributes:
-        flat: the message, [numel].
-        tensors: views of it.
-    """
-
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> None:
-        counts = [shape.numel() for shape in shapes]
-        self.flat = torch.empty(sum(counts), dtype=dtype)
-        self.tensors = [part.view(shape) for part, shape in zip(self.flat.split(counts), shapes, strict=True)]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "Packed":
-        """Return copies of tensors of one dtype."""
-        packed = cls([tensor.shape for tensor in tensors], tensors[0].dtype)
-        for place, tensor in zip(packed.tensors, tensors, strict=True):
-            place.copy_(tensor)
-        return packed
-
-    def like(self) -> "Packed":
-        """Return as much memory, for another message."""
-        return Packed([tensor.shape for tensor in self.tensors], self.flat.dtype)
 
 
 class Ring:
@@ -88,37 +62,31 @@ class Ring:
         if problem is not None:
             raise problem
 
-    def rotate(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (rank, keys, values) for each rank, this one first, then the one before it, and so on.
+    def rotate(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """Yield (rank, tensors) for each rank, this one first, then the one before it, and so on.
 
-        What comes next travels meanwhile. The tensors are those of the ring; leave them unchanged.
+        What comes next travels meanwhile. The tensors of others are in memory of the ring.
         """
-        if self.size == 1:
-            yield self.rank, key, value
-            return
-        here = Packed.of([key, value])
-        there = here.like()
+        here, spare = [tensor.contiguous() for tensor in tensors], list[Tensor]()
         for step in range(self.size):
-            works: list[MessageWork] = []
+            works, there = list[MessageWork](), list[Tensor]()
             if step < self.size - 1:
-                works = [
-                    self.receive(there.flat, FORWARD_TAG),
-                    self.send(here.flat, FORWARD_TAG),
-                ]
-            yield (self.rank - step) % self.size, here.tensors[0], here.tensors[1]
+                there = spare or [torch.empty_like(tensor) for tensor in here]
+                works = [*self.receive(there, FORWARD_TAG), *self.send(here, FORWARD_TAG)]
+            yield (self.rank - step) % self.size, here
             for work in works:
                 work.wait()
-            here, there = there, here
+            here, spare = there, here if step else []  # those of the first step are the program's
 
-    def send(self, tensor: Tensor, tag: int = GRADIENT_TAG) -> MessageWork:
+    def send(self, tensors: Sequence[Tensor], tag: int = GRADIENT_TAG) -> list[MessageWork]:
         """Start sending to the next rank."""
         to = self.group.ranks[(self.rank + 1) % self.size]
-        return self._begun(isend(tensor, to, self.group, tag))
+        return [self._begun(isend(tensor, to, self.group, tag)) for tensor in tensors]
 
-    def receive(self, tensor: Tensor, tag: int = GRADIENT_TAG) -> MessageWork:
-        """Start receiving from the rank before."""
+    def receive(self, tensors: Sequence[Tensor], tag: int = GRADIENT_TAG) -> list[MessageWork]:
+        """Start receiving from the rank before; contiguous memory."""
         source = self.group.ranks[(self.rank - 1) % self.size]
-        return self._begun(irecv(tensor, source, self.group, tag))
+        return [self._begun(irecv(tensor, source, self.group, tag)) for tensor in tensors]
 
     def _begun(self, work: MessageWork) -> MessageWork:
         """Let a message go on while this thread computes: MPI moves long ones only while it is called."""

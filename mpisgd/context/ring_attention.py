@@ -7,6 +7,7 @@ ranks so far have added to their gradients, which so comes home after n - 1 mess
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from mpisgd.context.block import RunningSum, Scores, accumulator_dtype, attend, attend_backward
 from mpisgd.context.division import block_of
 from mpisgd.context.masks import columns_of
-from mpisgd.context.ring import Packed, Ring
+from mpisgd.context.ring import Ring
 from mpisgd.transport.messages.message_work import MessageWork
 
 __all__ = ["AttentionCall", "RingAttention"]
@@ -49,7 +50,7 @@ class RingAttention(torch.autograd.Function):
     ) -> Tensor:
         """Attend to the keys of all ranks. Collective."""
         ring, total = call.ring, None
-        for source, keys, values in ring.rotate(key, value):
+        for source, (keys, values) in ring.rotate([key, value]):
             block = block_of(ring.rank, source, query.shape[2], key.shape[2], call.is_causal)
             scores = Scores(call.scale, block.is_causal, columns_of(mask, source, ring.size, query.dtype))
             out, lse = attend(
@@ -74,15 +75,15 @@ class RingAttention(torch.autograd.Function):
         ring, dtype = call.ring, accumulator_dtype(query.dtype)
         ring.agree("scaled_dot_product_attention backward", lambda: call.text, when=f"call {call.number}")
         lse = lse.masked_fill(lse == -torch.inf, 0)  # of a query that sees no key: exp(-inf - 0) = 0
-        for_query = torch.zeros(query.shape, dtype=dtype)
-        own = Packed([key.shape, value.shape], dtype)
-        travelling = _TravellingSum(own, ring)
-        for source, keys, values in ring.rotate(key, value):
-            travelling.expect(source)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        for_query, travelling = None, None
+        for source, (keys, values) in ring.rotate([key, value]):
+            if travelling is not None:
+                travelling.expect(source)
             block = block_of(ring.rank, source, query.shape[2], key.shape[2], call.is_causal)
             scores = Scores(call.scale, block.is_causal, columns_of(mask, source, ring.size, query.dtype))
             rows, columns = block.rows, block.columns
-            added = attend_backward(
+            added_to_query, *added = attend_backward(
                 grad[:, :, rows],
                 query[:, :, rows],
                 keys[:, :, columns],
@@ -91,10 +92,16 @@ class RingAttention(torch.autograd.Function):
                 lse[:, :, rows],
                 scores,
             )
-            for_query[:, :, rows] += added[0]
-            travelling.add(source, columns, added[1:])
-        travelling.come_home()
-        for_key, for_value = own.tensors
+            if for_query is None or travelling is None:  # this rank's own keys
+                for_query = added_to_query.to(dtype)
+                travelling = _TravellingSum([each.to(dtype) for each in added], ring)
+            else:
+                for_query[:, :, rows] += added_to_query
+                travelling.add(columns, added)
+            del added_to_query, added  # before the next ones are made
+        assert for_query is not None
+        assert travelling is not None
+        for_key, for_value = travelling.come_home()
         return for_query.to(query.dtype), for_key.to(key.dtype), for_value.to(value.dtype), None, None
 
 
@@ -104,48 +111,46 @@ class _TravellingSum:
     The sum for a rank begins at the one after it, and ends there, where it is added to that rank's own.
 
     Args:
-        own: for what this rank adds to the gradients of its own keys and values.
+        own: what this rank adds to the gradients of its own keys and values; overwritten.
         ring: the ranks.
     """
 
-    def __init__(self, own: Packed, ring: Ring) -> None:
+    def __init__(self, own: list[Tensor], ring: Ring) -> None:
         self._own, self._ring = own, ring
-        self._here, self._there = (own.like(), own.like()) if ring.size > 1 else (own, own)
-        self._arriving: MessageWork | None = None
-        self._leaving: MessageWork | None = None
+        self._here: list[Tensor] = []
+        self._there: list[Tensor] = []
+        self._arriving: list[MessageWork] = []
+        self._leaving: list[MessageWork] = []
 
     def expect(self, source: int) -> None:
         """Begin to receive what others have added for rank `source`, if any have."""
         self._here, self._there = self._there, self._here
-        if source not in (self._ring.rank, (self._ring.rank - 1) % self._ring.size):
-            self._arriving = self._ring.receive(self._here.flat)
+        if source == (self._ring.rank - 1) % self._ring.size:  # this rank is the first one after it
+            self._here = [tensor.new_zeros(tensor.shape) for tensor in self._own]
+            return
+        self._here = self._here or [tensor.new_empty(tensor.shape) for tensor in self._own]
+        self._arriving = self._ring.receive(self._here)
 
-    def add(self, source: int, columns: slice, added: tuple[Tensor, ...]) -> None:
-        """Add this rank's part for rank `source`, and send the sum on its way."""
-        if source == self._ring.rank:
-            target = self._own
-            target.flat.zero_()
-        else:
-            target = self._here
-            if self._arriving is None:
-                target.flat.zero_()
-            else:
-                self._arriving.wait()
-                self._arriving = None
-        for total, part in zip(target.tensors, added, strict=True):
+    def add(self, columns: slice, added: Sequence[Tensor]) -> None:
+        """Add this rank's part for the rank that was expected, and send the sum on its way."""
+        _wait_for(self._arriving)
+        for total, part in zip(self._here, added, strict=True):
             total[:, :, columns] += part
-        if target is not self._own:
-            self._wait_until_sent()  # so that the next sum may come where this one was
-            self._leaving = self._ring.send(target.flat)
+        _wait_for(self._leaving)  # so that the next sum may come where this one was
+        self._leaving = self._ring.send(self._here)
 
-    def come_home(self) -> None:
-        """Wait for the sum of the other ranks for this one, and add it."""
+    def come_home(self) -> list[Tensor]:
+        """Wait for the sum of the other ranks for this one; return it with this rank's own."""
         if self._ring.size > 1:
-            self._ring.receive(self._there.flat).wait()
-            self._wait_until_sent()
-            self._own.flat += self._there.flat
+            self.expect(self._ring.rank)
+            _wait_for(self._arriving)
+            for total, part in zip(self._own, self._here, strict=True):
+                total += part
+            _wait_for(self._leaving)
+        return self._own
 
-    def _wait_until_sent(self) -> None:
-        if self._leaving is not None:
-            self._leaving.wait()
-            self._leaving = None
+
+def _wait_for(works: list[MessageWork]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
