@@ -112,7 +112,7 @@ def _attend(
         _check_kinds(tensors, attn_mask)
         _check_options(attn_mask, dropout_p, is_causal)
         tensors = [_autocast(tensor) for tensor in tensors]
-        _check_shapes(*tensors, is_causal, enable_gqa)
+        _check_shapes(tensors, is_causal, enable_gqa)
         three = query.dim() == 3
         query, key, value = (tensor.unsqueeze(0) if three else tensor for tensor in tensors)
         if attn_mask is not None:
@@ -126,7 +126,7 @@ def _attend(
     ring.agree(NAME, lambda: text, problem=problem)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     call = AttentionCall(ring, is_causal, scale, text, number)
-    out: Tensor = RingAttention.apply(query, key, value, attn_mask, call)
+    out: Tensor = RingAttention.apply(query, key, value, attn_mask, call)  # type: ignore[no-untyped-call]
     return out.squeeze(0) if three else out
 
 
@@ -194,7 +194,8 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> None:
+def _check_shapes(tensors: list[Tensor], is_causal: bool, enable_gqa: bool) -> None:
+    query, key, value = tensors
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     if not query.dim() == key.dim() == value.dim() or query.dim() not in (3, 4):
         raise InvalidArgument(f"{NAME}: {shapes}; context_parallel takes [batch, heads, length, width]")

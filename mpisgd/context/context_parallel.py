@@ -1,6 +1,7 @@
 """`context_parallel`: a context in which sequences are divided among ranks."""
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ from mpisgd.context.division import own_part
 from mpisgd.context.ring import Ring, ring_of
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError, UnsupportedTensor
+from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.optim.living import living_optimizers
 from mpisgd.parameters.fingerprint import fingerprints
 from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
@@ -132,7 +134,7 @@ def _group_of(mesh: Any) -> Group:
             f"{NAME}: mesh has {mesh.ndim} axes {mesh.mesh_dim_names or ''}; take one of them, as in "
             'mesh["cp"]'
         )
-    group = mesh.get_group()
+    group: Any = mesh.get_group()
     if not isinstance(group, ProcessGroupMpisgd):
         group = group._get_backend(torch.device("cpu"))
     if not isinstance(group, ProcessGroupMpisgd):
@@ -140,7 +142,8 @@ def _group_of(mesh: Any) -> Group:
             f"{NAME}: mesh is of the backend '{group.name()}'; call init_process_group(\"mpisgd\") before "
             "you make it"
         )
-    return group.mpisgd_group
+    found: Group = group.mpisgd_group
+    return found
 
 
 def _listed(what: str, value: Any) -> list[Any]:
@@ -153,14 +156,21 @@ def _listed(what: str, value: Any) -> list[Any]:
 
 def _check_optimizers(group: Group) -> None:
     """Raise where ranks would attend to keys of another model."""
+    if next(_differing(group), None) is not None:
+        gc.collect()  # some ranks may have an optimizer that nobody has any more
+    for strategy, shared in _differing(group):
+        raise InvalidArgument(
+            f"{NAME}: an optimizer of this job has the strategy {strategy}, which does not go with it on "
+            f"{ranks_text(shared)}: {strategy.goes_with.context_parallel.words}"
+        )
+
+
+def _differing(group: Group) -> Iterator[tuple[Strategy, set[int]]]:
+    """Yield strategies that let parameters differ among ranks of `group`, and these ranks."""
     for optimizer in living_optimizers(group.job):
-        training, strategy = optimizer.synchronizer.training, optimizer.strategy
-        shared = set(training.group.ranks) & set(group.ranks)
-        answer = strategy.goes_with.context_parallel
-        if len(shared) > 1 and not answer.goes:
-            raise InvalidArgument(
-                f"{NAME}: {strategy} does not go with it on {ranks_text(shared)}: {answer.words}"
-            )
+        shared = set(optimizer.synchronizer.training.group.ranks) & set(group.ranks)
+        if len(shared) > 1 and not optimizer.strategy.goes_with.context_parallel.goes:
+            yield optimizer.strategy, shared
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[Any], kept: list[Tensor], size: int) -> list[int]:

@@ -45,7 +45,7 @@ class RingAttention(torch.autograd.Function):
     """[batch, heads, rows, width] and keys and values of this rank, to this rank's rows of the output."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: AttentionCall
     ) -> Tensor:
         """Attend to the keys of all ranks. Collective."""

@@ -104,7 +104,6 @@ def distance(case: Case, theirs: list[Tensor]) -> float:
     )
 
 
-@pytest.mark.on_threads
 def test_forty_random_shapes_and_masks_equal_one_process():
     """Measured: 2e-14 at most."""
     group, apart = world(), {}

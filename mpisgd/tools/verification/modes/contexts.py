@@ -111,7 +111,9 @@ def with_tensor_parallel(trainer: Trainer) -> Tensor:
     if trainer.sabotage is not Sabotage.NO_COMMUNICATION:  # between the parts
         group = mesh["cp"].get_group()
         for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda param: _average(param, group))
+            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda param: _average(param, group)
+            )
     return _train(trainer, model, sgd(list(model.parameters())), mesh["cp"], range(trainer.problem.size))
 
 
