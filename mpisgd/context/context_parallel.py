@@ -69,7 +69,7 @@ def context_parallel(
         CollectiveMismatch: the ranks have other buffers, or call attention differently; on every rank.
 
     Cost: of a layer with keys and values of K bytes over all ranks, each rank sends (n - 1) / n K in forward,
-    and twice as much in backward (more in 16 bits: gradients travel in float32). Its activations are 1/n.
+    and 2 (n - 1) / n K in backward (more in 16 bits: gradients travel in float32). Its activations are 1/n.
     Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
     group = _group_of(mesh)

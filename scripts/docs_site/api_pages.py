@@ -50,8 +50,8 @@ GROUPS = {
         ("collectives", "dtypes", "gossip", "rma"),
     ),
     "Layouts": (
-        "Tensors that are divided among the ranks by the names of their dimensions.",
-        ("layouts",),
+        "Tensors that are divided among the ranks by the names of their dimensions, and sequences in parts.",
+        ("layouts", "context"),
     ),
     "Diagnosis": (
         "Recordings of a run, and a comparison of distributed training with one process.",

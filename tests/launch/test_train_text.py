@@ -26,6 +26,8 @@ RUNS = {
         "dp=2,pp=2": ("--parallel", "dp=2,pp=2", "--accumulate", 2),  # DDP fails there, see parallelize.py
         "tp=2,pp=2": ("--parallel", "tp=2,pp=2"),
         "dp=2,tp=2 zero 3": ("--parallel", "dp=2,tp=2", "--zero", 3, "--checkpoint-activations"),
+        "cp=2,tp=2": ("--parallel", "cp=2,tp=2", "--checkpoint-activations"),
+        "dp=2,cp=2 zero 3": ("--parallel", "dp=2,cp=2", "--zero", 3, "--accumulate", 2),
         "1f1b dp=2,pp=2": ("--pipeline", "1f1b", "--parallel", "dp=2,pp=2", "--accumulate", 2),
         "layout on 2 x 2": ("--layout", "batch:dp; heads:tp; hidden:tp; vocab:tp", "--mesh", "dp:2,tp:2"),
     },
@@ -36,6 +38,8 @@ RUNS = {
         "zero 1": ("--zero", 1),
         "zero 2 offloaded": ("--zero", 2, "--offload", tempfile.gettempdir()),
         "zero 3": ("--zero", 3),
+        "cp=2": ("--parallel", "cp=2"),
+        "cp=2 zero 2": ("--parallel", "cp=2", "--zero", 2),
         "accumulation": ("--accumulate", 4),
         "zero 3 with accumulation": ("--zero", 3, "--accumulate", 2),
         "activation checkpointing": ("--checkpoint-activations",),
@@ -93,7 +97,7 @@ EQUAL = [
 ]
 # What says something that no other run of the short form does; the rest is for --long.
 SHORT_FORM = (
-    *("dp=2,tp=2", "1f1b dp=2,pp=2", "layout on 2 x 2", "pp=2"),
+    *("dp=2,tp=2", "cp=2,tp=2", "1f1b dp=2,pp=2", "layout on 2 x 2", "pp=2"),
     *("zero 2 offloaded", "all elements by TopK", "gpipe", "bf16 zero 3"),
     *("dp=2,tp=2 to pp=2", "zero 1 to zero 3", "zero 1 to alone"),
     *("pipedream", "LocalSGD to DiLoCo"),

@@ -20,6 +20,7 @@ SIZE = ModelSize(num_layers=5, num_heads=4, dim=16, context=8)
         ("dp=2,tp=2,pp=2", 8, Layout(dp=2, tp=2, pp=2, zero=0)),
         ("pp=3, dp=2", 6, Layout(dp=2, tp=1, pp=3, zero=0)),
         ("tp=1", 1, Layout(dp=1, tp=1, pp=1, zero=0)),
+        ("cp=2,dp=3,tp=2", 12, Layout(dp=3, tp=2, pp=1, zero=0, cp=2)),
     ],
 )
 def test_layout_is_read(text, num_ranks, expected):
@@ -40,6 +41,8 @@ def test_layout_is_read(text, num_ranks, expected):
         ("", 0, 1, "'' is none of"),
         ("dp=2,tp=2", 1, 4, "--zero 1 goes with dp alone"),
         ("dp=2,pp=2", 1, 4, "--zero 1 goes with dp alone"),
+        ("cp=2,pp=2", 0, 4, "cp goes with dp and tp"),
+        ("cp=2", 0, 3, "1 x 2 x 1 x 1 = 2 ranks, but this job has 3"),
     ],
 )
 def test_layout_that_cannot_be_is_refused_in_one_line(text, zero, num_ranks, said):
@@ -61,6 +64,7 @@ def test_layout_that_cannot_be_is_refused_in_one_line(text, zero, num_ranks, sai
             "is for the whole job and must divide by dp=3 x 1 micro-batch",
         ),
         (Layout(2, 1, 2, 0), 8, 3, "must divide by dp=2 x 3 micro-batches"),
+        (Layout(1, 1, 1, 0, cp=3), 8, 1, "--context 8 must divide by 2 x cp=3"),
         (Layout(1, 1, 4, 0), 8, 2, "--accumulate 2: a pipeline of 4 stages needs 4 micro-batches or more"),
     ],
 )
