@@ -7,7 +7,7 @@ again, and `multi_head_attention_forward` run here with the mode.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -41,15 +41,20 @@ class AttentionOverRanks(TorchFunctionMode):
 
     Args:
         ring: the ranks, of which each has its part of queries, keys and values.
+        differing: parameters that are not the same on all of them, with the reason, by id; using one raises.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, differing: Mapping[int, tuple[Tensor, str]]) -> None:
         super().__init__()
-        self._ring = ring
+        self._ring, self._differing = ring, differing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`; attention over all ranks."""
         kwargs = kwargs or {}
+        if self._differing:
+            for arg in (*args, *kwargs.values()):
+                if id(arg) in self._differing:
+                    raise InvalidArgument(self._differing[id(arg)][1])
         if func is F.scaled_dot_product_attention:
             return _attend(self._ring, *args, **kwargs)
         if func in TRANSPARENT:

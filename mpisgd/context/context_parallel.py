@@ -1,7 +1,6 @@
 """`context_parallel`: a context in which sequences are divided among ranks."""
 
 import contextlib
-import gc
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
@@ -18,7 +17,6 @@ from mpisgd.context.division import own_part
 from mpisgd.context.ring import Ring, ring_of
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError, UnsupportedTensor
-from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.optim.living import living_optimizers
 from mpisgd.parameters.fingerprint import fingerprints
 from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
@@ -63,9 +61,9 @@ def context_parallel(
         no_restore_buffers: of `buffers`, those that stay divided afterwards; that frees their memory.
 
     Raises:
-        InvalidArgument, UnsupportedTensor: a buffer cannot be divided, or a strategy lets the parameters of
-            these ranks differ; in attention: dropout, a mask whose columns are divided, shapes that do not
-            fit. Names it; on every rank where all have given the same.
+        InvalidArgument, UnsupportedTensor: a buffer cannot be divided; inside, a strategy lets parameters
+            that are used differ by rank; in attention, dropout, a mask whose columns are divided, shapes that
+            do not fit. Names it; on every rank where all have given the same.
         CollectiveMismatch: the ranks have other buffers, or call attention differently; on every rank.
 
     Cost: of a layer with keys and values of K bytes over all ranks, each rank sends (n - 1) / n K in forward,
@@ -83,7 +81,6 @@ def context_parallel(
         kept = _listed("no_restore_buffers", no_restore_buffers)
         if _inside.get():
             raise InvalidArgument(f"{NAME}: inside another one, which divides the sequences already")
-        _check_optimizers(group)
         dims = _check_buffers(whole, dims, kept, ring.size)
     except MpisgdError as exc:
         problem = exc
@@ -95,7 +92,7 @@ def context_parallel(
     )
     token = _inside.set(True)
     try:
-        with _divided(whole, dims, kept, ring), AttentionOverRanks(ring):
+        with _divided(whole, dims, kept, ring), AttentionOverRanks(ring, _differing(group)):
             yield
     finally:
         _inside.reset(token)
@@ -154,23 +151,17 @@ def _listed(what: str, value: Any) -> list[Any]:
     raise InvalidArgument(f"{NAME}: {what} is a {type(value).__name__}; expected a list")
 
 
-def _check_optimizers(group: Group) -> None:
-    """Raise where ranks would attend to keys of another model."""
-    if next(_differing(group), None) is not None:
-        gc.collect()  # some ranks may have an optimizer that nobody has any more
-    for strategy, shared in _differing(group):
-        raise InvalidArgument(
-            f"{NAME}: an optimizer of this job has the strategy {strategy}, which does not go with it on "
-            f"{ranks_text(shared)}: {strategy.goes_with.context_parallel.words}"
-        )
-
-
-def _differing(group: Group) -> Iterator[tuple[Strategy, set[int]]]:
-    """Yield strategies that let parameters differ among ranks of `group`, and these ranks."""
+def _differing(group: Group) -> dict[int, tuple[Tensor, str]]:
+    """Return (parameter, why) by id, of parameters that may differ among the ranks of `group`."""
+    found: dict[int, tuple[Tensor, str]] = {}
     for optimizer in living_optimizers(group.job):
-        shared = set(optimizer.synchronizer.training.group.ranks) & set(group.ranks)
-        if len(shared) > 1 and not optimizer.strategy.goes_with.context_parallel.goes:
-            yield optimizer.strategy, shared
+        training, strategy = optimizer.synchronizer.training, optimizer.strategy
+        shared = set(training.group.ranks) & set(group.ranks)
+        answer = strategy.goes_with.context_parallel
+        if len(shared) > 1 and not answer.goes:
+            why = f"{NAME}: {strategy} does not go with it on {ranks_text(shared)}: {answer.words}"
+            found.update({id(param): (param, why) for param in training.params})
+    return found
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[Any], kept: list[Tensor], size: int) -> list[int]:

@@ -292,15 +292,17 @@ def test_what_attends_by_itself_is_refused():
 def test_strategies_of_differing_parameters_are_refused_within_a_ring(strategy):
     from mpisgd.methods.from_text import strategy_from_text
 
-    made = nn.Linear(2, 2)
+    made, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = mpisgd.DistributedOptimizer(sgd(made), strategy=strategy_from_text(strategy))
-    with raises_everywhere(InvalidArgument) as caught, mpisgd.context_parallel(world()):
-        pass
+    with mpisgd.context_parallel(world()):
+        other(torch.ones(1, 2))
+        with raises_everywhere(InvalidArgument) as caught:
+            made(torch.ones(1, 2))
     everyone("does not go with it on ranks 0" in caught.text, caught.text)
     everyone(strategy.partition("(")[0] in caught.text, caught.text)
-    optimizer.synchronizer.finish()
     with mpisgd.context_parallel([mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]):
-        pass
+        made(torch.ones(1, 2))
+    optimizer.synchronizer.finish()
 
 
 class Wide(nn.Module):
