@@ -121,8 +121,10 @@ def _group_of(mesh: Any) -> Group:
 
     Raises:
         InvalidArgument: it is no axis of ranks, or they are not those of a job.
+        NotInGroup: this rank is none of them.
     """
     if isinstance(mesh, Group):
+        _ = mesh.resources  # raises where this rank is no member
         return mesh
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgument(f"{NAME}: mesh={shown(mesh)}; expected an axis of a DeviceMesh, or a Group")
