@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from verdicts import everyone
+from verdicts import everyone, referee
 
 import mpisgd
 from mpisgd.context.division import own_part
@@ -118,19 +118,26 @@ def test_forty_random_shapes_and_masks_equal_one_process():
 
 
 @pytest.mark.on_threads
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)])
-def test_other_dtypes_are_added_up_in_float32(dtype, limit):
-    """As far from float64 as torch's own on whole sequences, or not much farther."""
-    group = world()
-    for seed in range(14):
-        exact, case = drawn_case(seed, group.size), drawn_case(seed, group.size, dtype)
-        with mpisgd.context_parallel(group):
-            theirs = computed(case, group.size, group.rank)
-        everyone(all(each.dtype == dtype for each in theirs))
-        mine = [own_part(tensor, -2, group.rank, group.size) for tensor in computed(case)]
-        scale = max(float(each.abs().max()) for each in computed(exact))
-        torchs, ours = distance(exact, mine) / scale, distance(exact, theirs) / scale
-        everyone(ours <= max(2 * torchs, limit), f"{case}: {ours:.1e}, torch {torchs:.1e}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_blocks_of_other_dtypes_are_added_up_in_float32(dtype):
+    """About as far from float64 as torch's own on whole sequences; measured: 1.32 times at most.
+
+    Added up in 16 bits, the output is 1.35 times as far on 2 ranks, 1.6 on 3, 1.7 on 4.
+    """
+    group, draw = world(), torch.Generator().manual_seed(1)
+    drawn = torch.randn(4, 2, 3, 64 * group.size, 8, generator=draw).to(dtype)
+    case, exact = (Case(*each[:3], None, False, {}, each[3]) for each in (drawn, drawn.double()))
+    with mpisgd.context_parallel(group):
+        theirs = computed(case, group.size, group.rank)
+    everyone(all(each.dtype == dtype for each in theirs))
+    for ours, torchs, right in zip(theirs, computed(case), computed(exact), strict=True):
+        squares = [
+            float((each.double() - own_part(right, -2, group.rank, group.size)).square().sum())
+            for each in (ours, own_part(torchs, -2, group.rank, group.size))
+        ]
+        of_all = torch.tensor(referee().allgather(squares)).sum(dim=0).sqrt()
+        print(f"{dtype}: {of_all[0] / of_all[1]:.2f}")
+        everyone(bool(of_all[0] <= 1.35 * of_all[1]), f"{of_all[0] / of_all[1]:.2f} times as far")
 
 
 @pytest.mark.on_threads
@@ -155,7 +162,7 @@ def test_sequences_without_heads_and_outputs_that_nobody_differentiates():
         out = scaled_dot_product_attention(*parts, is_causal=True)
     whole = scaled_dot_product_attention(query, key, value, is_causal=True)
     apart = (own_part(whole, 1, group.rank, group.size) - out).abs().max()
-    everyone(not out.requires_grad and float(apart) < LIMIT, f"{apart}")
+    everyone(not out.requires_grad and out.shape == parts[0].shape and float(apart) < LIMIT, f"{apart}")
 
 
 @pytest.mark.on_threads
