@@ -57,3 +57,12 @@ def test_a_model_is_distributed_once():
     model = layout.distribute(transformer(), NAMES, **IO)
     with raises_everywhere(mpisgd.InvalidArgument):
         layout.distribute(model, NAMES, **IO)
+
+
+def test_sequences_that_all_ranks_have_whole_are_not_divided_once_more():
+    layout = mpisgd.layout("batch:a", mesh={"a": mpisgd.size()})
+    model = layout.distribute(transformer(), NAMES, **IO)
+    tokens = torch.zeros(2 * mpisgd.size(), 12, dtype=torch.int64)
+    with mpisgd.context_parallel(mpisgd.new_group()), raises_everywhere(mpisgd.InvalidArgument) as caught:
+        model(tokens)
+    everyone("this model is in a layout" in caught.text, caught.text)
