@@ -1,4 +1,4 @@
-"""`context_parallel`: sequences in parts, with data and tensor parallelism; equal to one process."""
+"""`context_parallel`: sequences in parts, with other parallelism beside it; equal to one process."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -12,12 +12,14 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import mpisgd
 from mpisgd.core.group import Group
+from mpisgd.pipeline import Pipeline
 from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.modes.distributed_tensors import joined, local, whole
-from mpisgd.tools.verification.modes.synchronous import equal_to_one_process, sgd
+from mpisgd.tools.verification.modes.synchronous import adam, equal_to_one_process, sgd
 from mpisgd.tools.verification.problem import KNOWN, Batch, Problem, drawn
 from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trainer import Trainer
+from mpisgd.tools.verification.trajectories import MakeOptimizer
 
 __all__ = ["CONTEXTS"]
 
@@ -56,7 +58,10 @@ def sequence_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
         inputs, targets = batch
         return mse_loss(forward(inputs), targets)
 
-    return Problem(lambda: drawn(Attention(dtype), dtype), loss, [batch(step) for step in range(steps)], size)
+    def model() -> nn.Module:
+        return drawn(nn.Sequential(Attention(dtype), Attention(dtype)), dtype)
+
+    return Problem(model, loss, [batch(step) for step in range(steps)], size)
 
 
 def _train(
@@ -107,7 +112,8 @@ def with_tensor_parallel(trainer: Trainer) -> Tensor:
     model = trainer.problem.model()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     columns = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
-    parallelize_module(model, mesh["tp"], {**columns, "out": RowwiseParallel()})
+    for layer in model.children():
+        parallelize_module(layer, mesh["tp"], {**columns, "out": RowwiseParallel()})
     if trainer.sabotage is not Sabotage.NO_COMMUNICATION:  # between the parts
         group = mesh["cp"].get_group()
         for param in model.parameters():
@@ -117,13 +123,51 @@ def with_tensor_parallel(trainer: Trainer) -> Tensor:
     return _train(trainer, model, sgd(list(model.parameters())), mesh["cp"], range(trainer.problem.size))
 
 
+def with_pipeline(trainer: Trainer) -> Tensor:
+    """Train two pipelines of a layer on each of two stages; the ranks of a stage share all sequences."""
+    layers = list(trainer.problem.model().children())
+    rings = [mpisgd.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [mpisgd.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    ring, column = rings[trainer.rank // 2], columns[trainer.rank % 2]
+    pipeline = Pipeline(
+        layers,
+        num_micro_batches=2,
+        loss=lambda out, targets: trainer.loss(lambda _: out, (out, targets)),
+        group=column,
+    )
+    mine = list(layers[trainer.rank // 2].parameters())
+    optimizer = adam(mine)  # with a wrong loss on one rank of two, SGD goes up until nothing is finite
+    rows = []
+    for step in range(trainer.problem.steps):
+        optimizer.zero_grad()
+        batch = joined(trainer, step, range(trainer.problem.size))
+        with mpisgd.context_parallel(ring, buffers=batch, buffer_seq_dims=[1, 1]):
+            pipeline.step(*batch)
+        if trainer.sabotage is not Sabotage.NO_COMMUNICATION:  # between the parts
+            mpisgd.all_reduce_coalesced([param.grad for param in mine if param.grad is not None], "AVG", ring)
+        optimizer.step()
+        trainer.end_step(mine)
+        flat = torch.cat([param.detach().flatten() for param in mine])
+        stages = [torch.empty_like(flat) for _ in range(2)]
+        mpisgd.all_gather(stages, flat, column)
+        rows.append(torch.cat(stages))
+    pipeline.close()
+    return torch.stack(rows)
+
+
 def _average(param: Tensor, group: dist.ProcessGroup) -> None:
     assert param.grad is not None
     dist.all_reduce(local(param.grad), dist.ReduceOp.AVG, group)
 
 
-def _mode(name: str, train: Callable[[Trainer], Tensor], sizes: tuple[int, int], **options: Any) -> Mode:
-    reference = equal_to_one_process(sgd)
+def _mode(
+    name: str,
+    train: Callable[[Trainer], Tensor],
+    sizes: tuple[int, int],
+    make: MakeOptimizer = sgd,
+    **options: Any,
+) -> Mode:
+    reference = equal_to_one_process(make)
     return Mode(name, "context parallel", train, reference, sizes, problem=sequence_problem, **options)
 
 
@@ -131,5 +175,6 @@ CONTEXTS = (
     _mode("context_parallel", over_all_ranks(), (2, 4)),
     _mode("context_parallel, Sharded(2)", over_all_ranks(strategy=mpisgd.Sharded(2)), (2, 4), quick=False),
     _mode("context_parallel, two pairs", over_pairs, (4, 4), quick=False),
+    _mode("context_parallel, pipeline", with_pipeline, (4, 4), adam, quick=False),
     _mode("context_parallel, tensor parallel", with_tensor_parallel, (4, 4), quick=False),
 )
