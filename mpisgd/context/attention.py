@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from mpisgd.arguments import shown
-from mpisgd.context.masks import rows_of
+from mpisgd.context.masks import check_chunks, rows_of
 from mpisgd.context.ring import Ring
 from mpisgd.context.ring_attention import AttentionCall, RingAttention
 from mpisgd.errors import InvalidArgument, MpisgdError, UnsupportedTensor
@@ -118,6 +118,8 @@ def _attend(
         _check_options(attn_mask, dropout_p, is_causal)
         tensors = [_autocast(tensor) for tensor in tensors]
         _check_shapes(tensors, is_causal, enable_gqa)
+        if is_causal:
+            check_chunks("is_causal=True", query.shape[-2], ring.size)
         three = query.dim() == 3
         query, key, value = (tensor.unsqueeze(0) if three else tensor for tensor in tensors)
         if attn_mask is not None:

@@ -11,7 +11,26 @@ from torch import Tensor
 from mpisgd.context.division import own_part
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["columns_of", "rows_of"]
+__all__ = ["check_chunks", "columns_of", "rows_of"]
+
+
+def check_chunks(what: str, length: int, size: int) -> None:
+    """Raise where a rank's part of a sequence is not the two chunks that places are told by.
+
+    Args:
+        what: goes by places.
+        length: of the part.
+        size: the number of ranks.
+
+    Raises:
+        InvalidArgument: it is odd, so it was not divided by `context_parallel`.
+    """
+    if size > 1 and length % 2:
+        raise InvalidArgument(
+            f"scaled_dot_product_attention: {what} with {length} places on this rank; context_parallel gives "
+            "a rank two chunks of equal length, so that parts are even: divide sequences by `buffers`, and "
+            "add no places afterwards"
+        )
 
 
 def rows_of(mask: Tensor, num_rows: int, num_columns: int, rank: int, size: int) -> Tensor:
@@ -25,7 +44,7 @@ def rows_of(mask: Tensor, num_rows: int, num_columns: int, rank: int, size: int)
         size: of how many.
 
     Raises:
-        InvalidArgument: it has other rows or columns; names them.
+        InvalidArgument: it has other rows or columns, or parts are odd; names them.
     """
     rows, columns = mask.shape[-2:]
     if columns not in (1, size * num_columns):
@@ -40,6 +59,10 @@ def rows_of(mask: Tensor, num_rows: int, num_columns: int, rank: int, size: int)
             f"for each of this rank's {num_rows} queries (as a buffer that is divided along its rows), or "
             f"for each of the {size * num_rows} queries of all ranks, or a single one"
         )
+    if columns != 1:
+        check_chunks("attn_mask", num_columns, size)
+    if rows not in (1, num_rows):
+        check_chunks("attn_mask", num_rows, size)
     mask = mask[(None,) * (4 - mask.dim())]
     return own_part(mask, 2, rank, size) if rows not in (1, num_rows) else mask
 

@@ -171,6 +171,10 @@ def heads(size: int, **other: Any) -> dict[str, Any]:
     return {**made, **other}
 
 
+def longer(*names: str) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(2, 2, 5, 3, dtype=torch.float64) for name in names}
+
+
 REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "dropout": (lambda n: heads(n, dropout_p=0.1), "dropout_p=0.1 does not go with context_parallel"),
     "a causal mask twice": (
@@ -192,6 +196,18 @@ REFUSED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "other lengths with a causal mask": (
         lambda n: heads(n, query=torch.ones(2, 2, 2, 3, dtype=torch.float64), is_causal=True),
         "as many queries as keys",
+    ),
+    "a place more, with a causal mask": (
+        lambda n: {name: torch.ones(2, 2, 5, 3) for name in ("query", "key", "value")} | {"is_causal": True},
+        "is_causal=True with 5 places",
+    ),
+    "a key more, with a mask": (
+        lambda n: heads(n, **longer("key", "value"), attn_mask=torch.ones(4, 5 * n, dtype=torch.bool)),
+        "attn_mask with 5 places",
+    ),
+    "a query more, with a mask": (
+        lambda n: heads(n, **longer("query"), attn_mask=torch.ones(5 * n, 4 * n, dtype=torch.bool)),
+        "attn_mask with 5 places",
     ),
     "fewer heads of keys": (
         lambda n: heads(n, query=torch.ones(2, 4, 4, 3, dtype=torch.float64)),
