@@ -108,6 +108,11 @@ class Group:
         return self._usable is not None
 
     @property
+    def broken(self) -> MpisgdError | None:
+        """Why members can no longer do its operations, also once it was closed; None if they can."""
+        return None if self._resources is None else self._resources.queue.broken
+
+    @property
     def queue(self) -> OperationQueue:
         """The order of this group's collectives."""
         return self.resources.queue

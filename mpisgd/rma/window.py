@@ -330,7 +330,7 @@ def _free_at_shutdown(window: Window) -> None:
 
     def free() -> None:
         found = kept or known()
-        if found is not None and found._memory is not None and found.group.queue.broken is None:
+        if found is not None and found._memory is not None and found.group.broken is None:
             found._memory.free()
             found._memory = None
 

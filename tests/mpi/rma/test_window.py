@@ -6,10 +6,12 @@ import time
 
 import pytest
 import torch
+from pretended_hosts import group_of_hosts
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
 from mpisgd import ReduceOp
+from mpisgd.job.lifecycle import world
 
 
 def given(rank: int, dtype: torch.dtype, length: int = 5) -> torch.Tensor:
@@ -134,3 +136,19 @@ def test_mistakes_are_found_on_the_rank_that_makes_them():
 def test_another_dtype_on_one_rank_is_found_on_all():
     with raises_everywhere(mpisgd.CollectiveMismatch):
         mpisgd.Window(torch.zeros(1, dtype=torch.float32 if mpisgd.rank() else torch.float64))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_the_end_of_a_job_frees_a_window_whose_group_was_closed(num_hosts):
+    """It asked the group, which raised, and what came after it at the end was not done."""
+    at_end, size = world().job.at_end, mpisgd.size()
+    kept = len(at_end)
+    leaders = [0] * size if num_hosts == 1 else [0, *[1] * (size - 1)]
+    with group_of_hosts(leaders) as group:
+        window = mpisgd.Window(torch.ones(3), group)
+    for end in at_end[kept:]:
+        end()
+    del at_end[kept:]
+    with raises_everywhere(mpisgd.MpisgdError):
+        window.get(torch.empty(3), 0)
+    everyone(window._memory is None)
