@@ -35,17 +35,17 @@ class ThreadsBackend:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         defer_import()  # as `mpisgd.init` does; those of the references are made before there are ranks
-        gc.freeze()  # a second optimizer collects what the first one has left behind, and that is all modules
         self._runs = 0
 
     def run(self, program: Program, sabotage: Sabotage = Sabotage.NONE) -> Verdict:
         """Run a program on its ranks, broken on purpose or not, and return what became of it."""
-        self._runs += 1
         # What a job tells its user, such as the spectral gap of a graph, tells whoever verifies nothing.
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if self._runs % COLLECT_EVERY == 0:
+            if self._runs % COLLECT_EVERY in (0, 1):
                 gc.collect()  # which may warn of what ranks that were lost have left
+                gc.freeze()  # each new optimizer collects what others have left, and goes through all modules
+            self._runs += 1
             try:
                 return self._with_losses(program) if program.loses else self._without(program, sabotage)
             except RankFailed as exc:
