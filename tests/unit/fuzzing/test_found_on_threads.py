@@ -445,3 +445,16 @@ def test_lbfgs_without_any_element_is_no_program_of_fewer_ranks(shape):
     assert ("the largest of no gradients" in violation(program)) == (shape == (0,))
     if shape != (0,):
         assert ThreadsBackend().run(program).kind == "ok"
+
+
+# Seed 116006346. In the paper's run a rank that had left, and came back, had the scale of before: the others
+# had lowered it after an overflow. The package was right.
+
+
+def test_a_rank_that_comes_back_has_the_scale_of_the_others():
+    strategy = "mpisgd.Sharded(stage=2, gradients=mpisgd.compress.BlockQuantized(bits=8, block=64))"
+    optimizer = Optimizer("SGD", (("lr", 0.25),), (0,), (("strategy", strategy),))
+    events = (Reload(True, 2), Backward((3,), overflow=(0,)), Step(), Reload(True, 3), Backward((4,)), Step())
+    program = Program(116006346, 3, 1, False, (Layer(shape=(1,)),), (optimizer,), events, scaler=True)
+    verdict = ThreadsBackend().run(program)
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"

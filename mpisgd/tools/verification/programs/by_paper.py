@@ -238,7 +238,10 @@ class ByPaper:
             for name, value in self._consensus(part, run).items():
                 for params in part.params.values():
                     _overwrite(params[name], value)
-        self._copy_from(0, self._all[self._num_ranks : num_ranks])
+        newcomers = self._all[self._num_ranks : num_ranks]
+        self._copy_from(0, newcomers)
+        for training in newcomers:  # whose scale is of before they were left out
+            training.take_scale(self._all[0])
         self._num_ranks = num_ranks
         for _, training in self._here:
             training.weight = 1.0 if self._program.optimizers[0].sums else num_ranks

@@ -273,8 +273,12 @@ class Training:
 
     def renew_scaler(self) -> None:
         """Make a scaler with the scale of the former one, which may be in the middle of a step."""
-        if self.scaler is not None:
-            former, self.scaler = self.scaler, _scaler()
+        self.take_scale(self)
+
+    def take_scale(self, other: Training) -> None:
+        """Make a scaler with the scale of that of another training."""
+        if other.scaler is not None:
+            former, self.scaler = other.scaler, _scaler()
             self.scaler.load_state_dict(former.state_dict())
 
     def take_over(self, states: Sequence[dict[str, Any]]) -> None:
