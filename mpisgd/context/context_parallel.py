@@ -17,6 +17,8 @@ from mpisgd.context.division import own_part
 from mpisgd.context.ring import Ring, ring_of
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError, UnsupportedTensor
+from mpisgd.gradients.tree_sum import TreeSum
+from mpisgd.methods.strategy.goes_with import no
 from mpisgd.optim.living import living_optimizers
 from mpisgd.parameters.fingerprint import fingerprints
 from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
@@ -154,14 +156,16 @@ def _listed(what: str, value: Any) -> list[Any]:
 
 
 def _differing(group: Group) -> dict[int, tuple[Tensor, str]]:
-    """Return (parameter, why) by id, of parameters that may differ among the ranks of `group`."""
+    """Return (parameter, why) by id, of parameters that ranks which share sequences may not train so."""
     found: dict[int, tuple[Tensor, str]] = {}
     for optimizer in living_optimizers(group.job):
-        training, strategy = optimizer.synchronizer.training, optimizer.strategy
+        training, what = optimizer.synchronizer.training, optimizer.strategy
         shared = set(training.group.ranks) & set(group.ranks)
-        answer = strategy.goes_with.context_parallel
+        answer = what.goes_with.context_parallel
+        if isinstance(tree := training.options.compression, TreeSum):
+            what, answer = tree, no("it needs whole micro-batches on each rank")
         if len(shared) > 1 and not answer.goes:
-            why = f"{NAME}: {strategy} does not go with it on {ranks_text(shared)}: {answer.words}"
+            why = f"{NAME}: {what} does not go with it on {ranks_text(shared)}: {answer.words}"
             found.update({id(param): (param, why) for param in training.params})
     return found
 

@@ -49,7 +49,10 @@ class AccumulationWindow:
         steps: how many there have been.
         num_reductions: how many there have been.
         uneven: what it does where ranks may run out of data; None elsewhere.
+        why_fixed: why it cannot go on with other ranks, "" if it can.
     """
+
+    why_fixed = ""
 
     def __init__(
         self,

@@ -4,15 +4,18 @@ from typing import Any
 
 from mpisgd.arguments import shown
 from mpisgd.compress.compressor import Compressor
+from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.options import ReductionOptions
+from mpisgd.gradients.tree_sum import TreeSum
 from mpisgd.methods.adasum.adasum import AdaptiveSum, Adasum
 from mpisgd.methods.auto.auto import Auto
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.training import Training
 
-__all__ = ["check_choices", "resolve_reduction", "summary"]
+__all__ = ["check_choices", "in_one_order", "resolve_reduction", "summary"]
 
 
 def resolve_reduction(op: Any, compression: Compressor | str | None) -> tuple[ReduceOp, Compressor]:
@@ -36,6 +39,39 @@ def resolve_reduction(op: Any, compression: Compressor | str | None) -> tuple[Re
             "gradients as they are"
         )
     return ReduceOp.AVG, op
+
+
+def in_one_order(
+    options: ReductionOptions, reproducible: Any, passes: int, group: Group
+) -> tuple[ReductionOptions, TreeSum | None]:
+    """Return options by which the gradients of all micro-batches are added along one tree, and the tree.
+
+    Args:
+        options: what was asked for beside it; returned as they are where nobody asks for one order.
+        reproducible: None, or "ranks".
+        passes: micro-batches of each rank in a step.
+        group: the ranks.
+
+    Raises:
+        InvalidArgument: another one of `reproducible`; these ranks have no subtree each; an option that adds
+            gradients in another order.
+    """
+    if reproducible is None:
+        return options, None
+    if reproducible != "ranks":
+        raise InvalidArgument(
+            f"DistributedOptimizer: reproducible={shown(reproducible)}; expected 'ranks' or None"
+        )
+    tree = TreeSum(passes * group.size if options.op is ReduceOp.AVG else 1)
+    others = {
+        f"compression={options.compression}": options.compression != Compression.none,
+        f"overlap={options.overlap}": options.overlap is True,
+        f"{group.size} ranks; their number must be a power of two": group.size & (group.size - 1) != 0,
+    }
+    for other, is_there in others.items():
+        if is_there:
+            raise InvalidArgument(f"DistributedOptimizer: {tree} does not go with {other}")
+    return options._replace(compression=tree, overlap=False), tree
 
 
 def check_choices(strategy: Any, check_every: Any) -> None:

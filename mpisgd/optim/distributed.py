@@ -8,7 +8,8 @@ by the time it runs, `backward()` has returned with the gradients reduced.
 import contextlib
 import copyreg
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from mpisgd.core.uneven_data import refuse
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, PeerLost
 from mpisgd.gradients.accumulation import AccumulationWindow
+from mpisgd.gradients.micro_batches import MicroBatchWindow
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions, check_options
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.job.lifecycle import group_or_world
@@ -35,7 +37,7 @@ from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.broadcast import lay_out_state, undo_casts
-from mpisgd.optim.choices import check_choices, resolve_reduction, summary
+from mpisgd.optim.choices import check_choices, in_one_order, resolve_reduction, summary
 from mpisgd.optim.join import Join, join
 from mpisgd.optim.living import add_living
 from mpisgd.optim.loaded_parts import by_place, loads_as_torch, saves_as_torch, without_large
@@ -77,6 +79,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             torch does, and the sum is reduced in the last one. Divide the loss by this number for a mean over
             the passes. If `step()` is called after fewer passes, it reduces what has been summed; call
             `synchronize()` first if something reads the gradients before `step()` (clipping, GradScaler).
+        reproducible: "ranks": the gradients of all micro-batches, each one call of `backward()`, are added
+            along one tree, so that 1, 2, 4 ... ranks give the same bits. With M micro-batches in a step give
+            `backward_passes_per_step=M // size`; AVG is then the mean over all M, and the loss is not
+            divided. For a power of two of ranks. See docs/how-to/one-order.md.
         gradient_predivide_factor: with AVG, divide by this before the sum and by size / factor after it.
         bucket_cap_bytes: gradients are sent together in buckets of at most this many bytes.
         overlap: whether buckets are sent while backward still computes the other gradients; None: only
@@ -129,6 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         op: ReduceOp | AdaptiveSum | str = ReduceOp.AVG,
         compression: Compressor | str | None = None,
         backward_passes_per_step: int = 1,
+        reproducible: str | None = None,
         gradient_predivide_factor: float = 1.0,
         bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
         overlap: bool | None = None,
@@ -156,6 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             elementwise = check_flag("DistributedOptimizer", "elementwise", elementwise)
             named = name_parameters(optimizer, named_parameters)
             members = group_or_world(group)
+            options, tree = in_one_order(options, reproducible, backward_passes_per_step, members)
             buffers = name_buffers(named_buffers)
             training = Training(
                 weakref.ref(optimizer),
@@ -178,7 +186,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._synchronizer = strategy.synchronizer(training._replace(options=options))
                 self._synchronizer.open()
                 self._keeper = StateKeeper(self._synchronizer)
-                self._window = AccumulationWindow(
+                make: Callable[..., AccumulationWindow] = AccumulationWindow
+                if tree is not None:
+                    make = partial(MicroBatchWindow, tree=tree)
+                self._window = make(
                     self._synchronizer.gradients,
                     backward_passes_per_step,
                     trained=[param for _, param in named],
@@ -456,7 +467,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._owner = _new_owner(self, named, members)
         with owned_by(self._owner):
             agree_on("rebuild", named, members, extra=self._summary + whole)
-            if why := self._synchronizer.why_fixed:
+            if why := self._synchronizer.why_fixed or self._window.why_fixed:
                 raise InvalidArgument(f"rebuild: the ranks change, and {why}")
             if self._chooses_compression:  # new ranks may have chosen another one
                 self._synchronizer.use_compression(broadcast_object(self.compression, group=members))

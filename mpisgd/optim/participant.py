@@ -90,7 +90,7 @@ class Participant:
         if not goes.goes:
             return f"{self._strategy}: {goes.words}"
         compressor = self.synchronizer.training.options.compression
-        return why_not_weighted(compressor) or self.window.why_not_uneven
+        return self.window.why_not_uneven or why_not_weighted(compressor)
 
     @property
     def params(self) -> list[Tensor]:

@@ -24,6 +24,7 @@ FIRST = ("Synchronous", "Sharded")
 ROWS = {
     "op": "`op` other than AVG",
     "adaptive_sum": "`op=mpisgd.Adasum`",
+    "reproducible": '`reproducible="ranks"`',
     "whole_gradients": "LBFGS",
     "backward_passes_per_step": "`backward_passes_per_step`",
     "clip_grad_norm_": "`clip_grad_norm_`",

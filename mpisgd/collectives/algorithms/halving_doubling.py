@@ -5,6 +5,8 @@ piece; the same steps backwards (doubling) put the pieces together again. Ranks 
 their tensor to a partner first and get the result from it at the end.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import Link
 from mpisgd.transport.torch_reduction import combine
 
-__all__ = ["halving_doubling"]
+__all__ = ["halving_doubling", "sum_along_tree"]
 
 
 def halving_doubling(link: Link, flat: Tensor, op: ReduceOp) -> None:
@@ -38,21 +40,55 @@ def halving_doubling(link: Link, flat: Tensor, op: ReduceOp) -> None:
         link.send(flat, link.rank + power)
 
 
+def sum_along_tree(link: Link, flat: Tensor, finish: Callable[[Tensor], None]) -> None:
+    """Add up `flat` [n] over a power of two of ranks along one binary tree, in place.
+
+    Neighbours first: of 4 ranks (x0 + x1) + (x2 + x3), element by element. The two subtrees of a rank's are
+    those of half as many ranks, so the result is that of half as many ranks with twice as many summands each.
+    16-bit floats are rounded after every addition.
+
+    Args:
+        link: to the other ranks.
+        flat: of a dtype that torch adds.
+        finish: called with the sums of which this rank is the owner, before the others get them.
+
+    Cost: sends 2 (size - 1) / size * n elements in 2 log2(size) messages.
+    """
+    owned, history = _halve(link, flat, ReduceOp.SUM, [1 << i for i in range(link.size.bit_length() - 1)])
+    finish(flat[slice(*owned)])
+    _double(link, flat, owned, history)
+
+
+Span = tuple[int, int]
+
+
 def _halve_and_double(link: Link, flat: Tensor, op: ReduceOp, power: int) -> None:
-    """All-reduce among the first `power` ranks."""
+    """All-reduce among the first `power` ranks, the farthest first."""
+    distances = [1 << i for i in reversed(range(power.bit_length() - 1))]
+    _double(link, flat, *_halve(link, flat, op, distances))
+
+
+def _halve(
+    link: Link, flat: Tensor, op: ReduceOp, distances: Sequence[int]
+) -> tuple[Span, list[tuple[int, Span]]]:
+    """Reduce-scatter; return what this rank owns then, and to which rank it has given what."""
     start, stop = 0, flat.numel()
-    history: list[tuple[int, int, int]] = []
-    distance = power // 2
-    while distance:
+    history: list[tuple[int, Span]] = []
+    for distance in distances:
         partner, middle = link.rank ^ distance, (start + stop) // 2
         keep = (start, middle) if link.rank < partner else (middle, stop)
         give = (middle, stop) if link.rank < partner else (start, middle)
         theirs = flat.new_empty(keep[1] - keep[0])
         link.exchange(flat[slice(*give)], partner, theirs, partner)
         combine(op, flat[slice(*keep)], theirs)
-        history.append((partner, *give))
+        history.append((partner, give))
         start, stop = keep
-        distance //= 2
-    for partner, give_start, give_stop in reversed(history):
-        link.exchange(flat[start:stop], partner, flat[give_start:give_stop], partner)
-        start, stop = min(start, give_start), max(stop, give_stop)
+    return (start, stop), history
+
+
+def _double(link: Link, flat: Tensor, owned: Span, history: Sequence[tuple[int, Span]]) -> None:
+    """All-gather what ranks own after `_halve`."""
+    start, stop = owned
+    for partner, give in reversed(history):
+        link.exchange(flat[start:stop], partner, flat[slice(*give)], partner)
+        start, stop = min(start, give[0]), max(stop, give[1])

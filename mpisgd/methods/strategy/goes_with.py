@@ -14,6 +14,7 @@ import torch
 
 from mpisgd.compress.compressor import Casting, Compressor, has_momentum, is_contraction, wire_dtype_of
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.tree_sum import TreeSum
 from mpisgd.methods.strategy.training import Training
 
 __all__ = [
@@ -156,6 +157,7 @@ class GoesWith:
         of: what it is called in tables, where not all of a class go with the same.
         compression: which compressors, and what they compress.
         adaptive_sum: `op=mpisgd.Adasum`.
+        reproducible: `reproducible="ranks"`.
         whole_gradients: optimizers whose step needs the gradients of all parameters together.
         repeats: whether the result of a training is the same each time.
         uneven_data: `join()`.
@@ -169,6 +171,7 @@ class GoesWith:
     compression: Compressions = Compressions()
     op: Answer = yes()
     adaptive_sum: Answer = no()
+    reproducible: Answer = no("the order of its additions depends on the number of ranks")
     gradient_predivide_factor: Answer = yes()
     error_if_nonfinite: Answer = yes()
     check_in_sync_every: Answer = yes()
@@ -232,15 +235,22 @@ def _unless(default: Any, value: Any) -> Any:
     return None if value == default else value
 
 
+def _replaced(training: Training) -> Any:
+    return _unless("", training.options.compression.traits.replaces_op)
+
+
+def _tree(training: Training) -> bool:
+    return isinstance(training.options.compression, TreeSum)
+
+
 def _is_lbfgs(training: Training) -> Any:
     return "LBFGS" if isinstance(training.optimizer, torch.optim.LBFGS) else None
 
 
 OPTIONS: Mapping[str, Option] = {
     "op": Option("op", lambda training: _unless("AVG", training.options.op.name)),
-    "adaptive_sum": Option(
-        "op", lambda training: _unless("", training.options.compression.traits.replaces_op)
-    ),
+    "adaptive_sum": Option("op", lambda training: None if _tree(training) else _replaced(training)),
+    "reproducible": Option("reproducible", lambda training: "'ranks'" if _tree(training) else None),
     "gradient_predivide_factor": Option(
         "gradient_predivide_factor", lambda training: _unless(1.0, training.options.predivide_factor)
     ),
@@ -271,6 +281,9 @@ SITUATIONS = (
 # Options of which one at most can be had.
 EXCLUSIVE = {
     ("adaptive_sum", "gradient_predivide_factor"): "it does not change with the size of gradients",
+    ("reproducible", "gradient_predivide_factor"): "the sum is divided once, at its end",
+    ("reproducible", "share_parameters"): "each rank gets sums of a part only, in the order of the ranks",
+    ("whole_gradients", "reproducible"): "its line search takes losses, which are added in another order",
     ("adaptive_sum", "share_parameters"): "it combines whole gradients, and each rank has those of its own",
     ("whole_gradients", "share_parameters"): (
         "it computes its direction from all gradients together, and each rank has those of its own parameters"

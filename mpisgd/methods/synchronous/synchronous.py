@@ -29,6 +29,7 @@ class Synchronous(Strategy):
         buffers = no("buffers stay on their rank; use mpisgd.SyncBatchNorm")
         return GoesWith(
             adaptive_sum=yes(),
+            reproducible=yes(),
             share_parameters=yes(),
             named_buffers=buffers,
             uneven_data=yes("as one process"),

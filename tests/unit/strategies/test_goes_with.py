@@ -18,6 +18,7 @@ ALLOWED = list(catalogue.examples_that_go_together())
 CHOSEN = {
     "op": {"op": "sum"},
     "adaptive_sum": {"op": mpisgd.Adasum},
+    "reproducible": {"reproducible": "ranks"},
     "gradient_predivide_factor": {"gradient_predivide_factor": 2.0},
     "error_if_nonfinite": {"error_if_nonfinite": True},
     "check_in_sync_every": {"check_in_sync_every": 2},
@@ -67,7 +68,8 @@ def test_what_is_declared_is_what_construction_does(strategy, option):
     kind = torch.optim.LBFGS if option == "whole_gradients" else torch.optim.SGD
     given = {"compression": mpisgd.compress.TopK(0.5)} if _needs_compression(strategy) else {}
     answer, (said,) = strategy.goes_with.answer(option), refusals(strategy, given | CHOSEN[option], kind=kind)
-    if answer.goes or (option == "adaptive_sum" and _needs_compression(strategy)):
+    without_compression = option in ("adaptive_sum", "reproducible")
+    if answer.goes or (without_compression and _needs_compression(strategy)):
         assert answer.goes == (not said), said
     else:
         assert f"does not go with {strategy}" in said
