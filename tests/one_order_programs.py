@@ -115,7 +115,7 @@ def by_ranks(
         optimizer.add_param_group({"params": part[1:]})
     for step in range(STEPS):
         for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            optimizer.zero_grad(set_to_none=step % 2 == 1)
         for i in range(each):
             scaler.loss_of(params, step, mpisgd.rank() * each + i).backward()
         for optimizer in optimizers:

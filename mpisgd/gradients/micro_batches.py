@@ -48,7 +48,7 @@ class MicroBatchSums:
     def clear(self) -> None:
         """Begin anew."""
         self._count = 0
-        self._sums: list[tuple[Gradients, bool]] = []  # and whether their memory is ours
+        self._sums: list[Gradients] = []
 
     @property
     def are_pending(self) -> bool:
@@ -56,17 +56,17 @@ class MicroBatchSums:
         return self._count > 0
 
     def add(self, leaf: Gradients) -> None:
-        """Take the next leaf. Its tensors stay as they are: several may have one memory."""
+        """Take the next leaf; what follows it is added to its tensors, as backward would."""
         within = self._count % self._odd > 0
         self._count += 1
-        self._sums.append((leaf, False))
+        self._sums.append(leaf)
         for _ in range(within + _trailing_zeros(self._count, self._odd)):
-            right, left = self._sums.pop(), self._sums.pop()
-            self._sums.append((_added(*left, *right), True))
+            right = self._sums.pop()
+            _add(self._sums[-1], right)
 
     def take(self) -> Gradients:
         """Return the sum of all leaves, and begin anew."""
-        ((total, _),) = self._sums
+        (total,) = self._sums
         self.clear()
         return total
 
@@ -77,18 +77,11 @@ def _trailing_zeros(count: int, odd: int) -> int:
     return 0 if rest else (groups & -groups).bit_length() - 1
 
 
-def _added(left: Gradients, left_is_ours: bool, right: Gradients, right_is_ours: bool) -> Gradients:
-    """Return the sum in memory of its own, that of `left` if it is ours."""
+def _add(left: Gradients, right: Gradients) -> None:
     both = [index for index in left if index in right]
-    ours, theirs = [left[i] for i in both], [right[i] for i in both]
-    if left_is_ours and both:
-        torch._foreach_add_(ours, theirs)
-    total = dict(
-        zip(both, ours if left_is_ours or not both else torch._foreach_add(ours, theirs), strict=True)
-    )
-    for side, is_ours in ((left, left_is_ours), (right, right_is_ours)):
-        total |= {i: grad if is_ours else grad.clone() for i, grad in side.items() if i not in total}
-    return total
+    if both:
+        torch._foreach_add_([left[i] for i in both], [right[i] for i in both])
+    left.update({i: grad for i, grad in right.items() if i not in left})
 
 
 class MicroBatchWindow(AccumulationWindow):
@@ -112,6 +105,7 @@ class MicroBatchWindow(AccumulationWindow):
     ) -> None:
         self._tree = tree
         self._sums = MicroBatchSums(passes_per_step)
+        self._sparse: Gradients = {}  # those that are refused
         self._reduced = ReducedGradients()
         for param in trained:
             tree.check(param.dtype, param.device)
@@ -146,11 +140,11 @@ class MicroBatchWindow(AccumulationWindow):
                 "a backward on top of gradients that were reduced; call optimizer.zero_grad() before"
             )
         grads = {i: self.gradients.params[i].grad for i in sorted(self._hooks.watching)}
-        # Sparse ones stay where they are: that any rank has one, all find out when they reduce.
-        leaf = {i: grad for i, grad in grads.items() if grad is not None and not grad.is_sparse}
-        for index in leaf:
+        there = {i: grad for i, grad in grads.items() if grad is not None}
+        for index in there:
             self.gradients.params[index].grad = None
-        self._sums.add(leaf)
+        self._sparse |= {i: grad for i, grad in there.items() if grad.is_sparse}
+        self._sums.add({i: grad for i, grad in there.items() if not grad.is_sparse})
         super().count_pass(in_step=in_step)
 
     @torch.no_grad()
@@ -162,7 +156,8 @@ class MicroBatchWindow(AccumulationWindow):
         """
         passes, params = self._passes, self.gradients.params
         if passes == self._passes_per_step:
-            for index, total in self._sums.take().items():
+            # Where any rank has a sparse one, all find out when they reduce.
+            for index, total in (self._sums.take() | self._sparse).items():
                 params[index].grad = total
         super().reduce(in_step=in_step)  # where ranks have other numbers of passes, all raise here
         if passes != self._passes_per_step:
@@ -200,6 +195,7 @@ class MicroBatchWindow(AccumulationWindow):
 
     def _begin_window(self) -> None:
         self._sums.clear()
+        self._sparse.clear()
         super()._begin_window()
 
     def restart(self) -> None:
