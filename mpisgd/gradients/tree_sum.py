@@ -90,7 +90,7 @@ class _TreeReducer(BucketReducer):
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Add up; see `BucketReducer.reduce`."""
-        sum_along_tree(link_of(group, "gradients"), bucket, self._tree.finish)
+        sum_along_tree(link_of(group, "gradients"), bucket, self._tree.finish, framed=group.spans_hosts)
 
     def bytes_on_the_wire(self, size: int) -> int:
         """Return 2 (size - 1) / size of the bucket's bytes."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.messages.link import Link
+from mpisgd.transport.messages.link import Link, frames
 from mpisgd.transport.torch_reduction import combine
 
 __all__ = ["halving_doubling", "sum_along_tree"]
@@ -40,7 +40,9 @@ def halving_doubling(link: Link, flat: Tensor, op: ReduceOp) -> None:
         link.send(flat, link.rank + power)
 
 
-def sum_along_tree(link: Link, flat: Tensor, finish: Callable[[Tensor], None]) -> None:
+def sum_along_tree(
+    link: Link, flat: Tensor, finish: Callable[[Tensor], None], *, framed: bool = False
+) -> None:
     """Add up `flat` [n] over a power of two of ranks along one binary tree, in place.
 
     Neighbours first: of 4 ranks (x0 + x1) + (x2 + x3), element by element. The two subtrees of a rank's are
@@ -51,12 +53,14 @@ def sum_along_tree(link: Link, flat: Tensor, finish: Callable[[Tensor], None]) -
         link: to the other ranks.
         flat: of a dtype that torch adds.
         finish: called with the sums of which this rank is the owner, before the others get them.
+        framed: cut messages such that those that cross each other between hosts need not take turns.
 
-    Cost: sends 2 (size - 1) / size * n elements in 2 log2(size) messages.
+    Cost: sends 2 (size - 1) / size * n elements in 2 log2(size) messages, if these are not cut.
     """
-    owned, history = _halve(link, flat, ReduceOp.SUM, [1 << i for i in range(link.size.bit_length() - 1)])
+    distances = [1 << i for i in range(link.size.bit_length() - 1)]
+    owned, history = _halve(link, flat, ReduceOp.SUM, distances, framed=framed)
     finish(flat[slice(*owned)])
-    _double(link, flat, owned, history)
+    _double(link, flat, owned, history, framed=framed)
 
 
 Span = tuple[int, int]
@@ -69,7 +73,7 @@ def _halve_and_double(link: Link, flat: Tensor, op: ReduceOp, power: int) -> Non
 
 
 def _halve(
-    link: Link, flat: Tensor, op: ReduceOp, distances: Sequence[int]
+    link: Link, flat: Tensor, op: ReduceOp, distances: Sequence[int], *, framed: bool = False
 ) -> tuple[Span, list[tuple[int, Span]]]:
     """Reduce-scatter; return what this rank owns then, and to which rank it has given what."""
     start, stop = 0, flat.numel()
@@ -79,16 +83,26 @@ def _halve(
         keep = (start, middle) if link.rank < partner else (middle, stop)
         give = (middle, stop) if link.rank < partner else (start, middle)
         theirs = flat.new_empty(keep[1] - keep[0])
-        link.exchange(flat[slice(*give)], partner, theirs, partner)
+        _exchange(link, flat[slice(*give)], theirs, partner, framed=framed)
         combine(op, flat[slice(*keep)], theirs)
         history.append((partner, give))
         start, stop = keep
     return (start, stop), history
 
 
-def _double(link: Link, flat: Tensor, owned: Span, history: Sequence[tuple[int, Span]]) -> None:
+def _double(
+    link: Link, flat: Tensor, owned: Span, history: Sequence[tuple[int, Span]], *, framed: bool = False
+) -> None:
     """All-gather what ranks own after `_halve`."""
     start, stop = owned
     for partner, give in reversed(history):
-        link.exchange(flat[start:stop], partner, flat[slice(*give)], partner)
+        _exchange(link, flat[start:stop], flat[slice(*give)], partner, framed=framed)
         start, stop = min(start, give[0]), max(stop, give[1])
+
+
+def _exchange(link: Link, mine: Tensor, theirs: Tensor, partner: int, *, framed: bool) -> None:
+    if framed:
+        sends, receives = ([(partner, part) for part in frames(whole)] for whole in (mine, theirs))
+        link.transfer(sends, receives)
+    else:
+        link.exchange(mine, partner, theirs, partner)
