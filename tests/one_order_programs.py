@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import mpisgd
 
-STEPS = 4
+STEPS = 3
 Bits = list[Tensor]
 
 
@@ -115,7 +115,7 @@ def by_ranks(
         optimizer.add_param_group({"params": part[1:]})
     for step in range(STEPS):
         for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=step % 2 == 1)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
         for i in range(each):
             scaler.loss_of(params, step, mpisgd.rank() * each + i).backward()
         for optimizer in optimizers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 
 import one_order_programs as program
@@ -15,7 +16,6 @@ from mpisgd.errors import CollectiveMismatch, InvalidArgument, MpisgdError, Unsu
 from mpisgd.gradients import bucket_plan
 from mpisgd.job.lifecycle import world
 from mpisgd.job.threads_as_ranks import run_ranks
-from mpisgd.transport.messages import link
 
 HALF = torch.bfloat16
 
@@ -33,10 +33,11 @@ def test_every_number_of_ranks_gives_the_bits_of_one_process(
     monkeypatch, name, num_micro_batches, dtype, options
 ):
     monkeypatch.setattr(bucket_plan, "ALONE_BYTES", 64)  # the matrix travels from where it lies
-    monkeypatch.setattr(link, "FRAME_BYTES", 32)
+    algorithm = importlib.import_module("mpisgd.collectives.algorithms.halving_doubling")
+    monkeypatch.setattr(algorithm, "frames", lambda tensor: tensor.split(5))
     serial = {key: value for key, value in options.items() if key in ("clips", "scales")}
     wanted = program.in_one_process(name, num_micro_batches, dtype, divides="op" not in options, **serial)
-    for size, hosts in [(1, ()), (2, ()), (2, (1, 1)), (4, ()), (4, (2, 2)), (4, (1, 3)), (8, (3, 5))]:
+    for size, hosts in [(1, ()), (2, (1, 1)), (4, ()), (4, (1, 3)), (8, (3, 5))]:
         for mine in run_ranks(
             size,
             lambda: program.by_ranks(name, num_micro_batches, dtype, reproducible="ranks", **options),
