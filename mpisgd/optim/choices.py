@@ -58,7 +58,7 @@ def in_one_order(
     """
     if reproducible is None:
         return options, None
-    if reproducible != "ranks":
+    if not isinstance(reproducible, str) or reproducible != "ranks":
         raise InvalidArgument(
             f"DistributedOptimizer: reproducible={shown(reproducible)}; expected 'ranks' or None"
         )

@@ -370,6 +370,7 @@ CALLS: dict[str, Call] = {
             "strategy": nothing,
             "compression": nothing,
             "backward_passes_per_step": positive_int,
+            "reproducible": nothing,  # and "ranks", which is no junk
             "gradient_predivide_factor": lambda value: (
                 isinstance(value, (int, float)) and 0 < value < math.inf
             ),
