@@ -30,7 +30,7 @@ def state_dict_at(model: nn.Module, root: int, group: Group) -> dict[str, Any]:
     streamed = streamed_parameters_of(list(model.parameters()))
     if streamed is None or group.size == 1 or streamed.group.ranks != group.ranks:
         return model.state_dict()
-    looks = torch.tensor([group.rank != root and not _saves_as_torch(model)], dtype=torch.uint8)
+    looks = torch.tensor([group.rank != root and not _is_torchs(model, SAVING)], dtype=torch.uint8)
     if any(streamed.on_some_rank(looks)):
         return model.state_dict()
     with streamed.values_at(root):
@@ -48,7 +48,7 @@ def needed_parts_of(model: nn.Module, group: Group) -> dict[str, NeededPart] | N
         group: the ranks that load it.
     """
     params = list(model.parameters())
-    if not _loads_as_torch(model):
+    if not _is_torchs(model, LOADING):
         return None
     streamed = streamed_parameters_of(params)
     if streamed is None:
@@ -59,24 +59,23 @@ def needed_parts_of(model: nn.Module, group: Group) -> dict[str, NeededPart] | N
     return {name: needed[param] for name, param in named if param in needed} or None
 
 
-def _loads_as_torch(model: nn.Module) -> bool:
-    """Return whether all modules load a state as torch's do, and the program does nothing to it."""
-    return all(
-        type(module).load_state_dict is nn.Module.load_state_dict
-        and str(type(module)._load_from_state_dict.__module__).startswith("torch.nn.")
-        and all(map(_is_ours, module._load_state_dict_pre_hooks.values()))
-        and all(map(_is_ours, module._load_state_dict_post_hooks.values()))
-        for module in model.modules()
-    )
+# What a module does to its state: the method for all modules, the one for itself, and the hooks of both.
+LOADING = (
+    "load_state_dict",
+    "_load_from_state_dict",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+SAVING = ("state_dict", "_save_to_state_dict", "_state_dict_pre_hooks", "_state_dict_hooks")
 
 
-def _saves_as_torch(model: nn.Module) -> bool:
-    """Return whether all modules make their state as torch's do, and the program does nothing to it."""
+def _is_torchs(model: nn.Module, names: tuple[str, str, str, str]) -> bool:
+    """Return whether all modules do as torch's do, and the program does nothing to the state."""
+    of_all, of_one, *hooks = names
     return all(
-        type(module).state_dict is nn.Module.state_dict
-        and str(type(module)._save_to_state_dict.__module__).startswith("torch.nn.")
-        and all(map(_is_ours, module._state_dict_pre_hooks.values()))
-        and all(map(_is_ours, module._state_dict_hooks.values()))
+        getattr(type(module), of_all) is getattr(nn.Module, of_all)
+        and str(getattr(type(module), of_one).__module__).startswith("torch.nn.")
+        and all(_is_ours(hook) for each in hooks for hook in getattr(module, each).values())
         for module in model.modules()
     )
 

@@ -42,7 +42,7 @@ class ThreadsBackend:
         # What a job tells its user, such as the spectral gap of a graph, tells whoever verifies nothing.
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if self._runs % COLLECT_EVERY in (0, 1):
+            if self._runs == 1 or self._runs % COLLECT_EVERY == 0:  # the first one loads most modules
                 gc.collect()  # which may warn of what ranks that were lost have left
                 gc.freeze()  # each new optimizer collects what others have left, and goes through all modules
             self._runs += 1
