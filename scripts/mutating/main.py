@@ -1,29 +1,31 @@
 """The command: draw faults, run the checks on each until one is red, print the score and what survives.
 
 ./scripts/mutate --count 300 --seed 7 --out runs/mutants.jsonl
-./scripts/mutate --rooms gradients sharding --count 40 --deep
+./scripts/mutate --rooms gradients sharding --count 40
+
+First each check runs once without a fault, and it is noted which of its parts execute a line of the package;
+that is kept in runs/, by a hash of the source. A fault is tried with those parts alone that execute it, the
+quickest first. Each is imported by a process that is forked from one that has imported torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import os
 import random
-import shutil
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mutating.checks import ARITHMETIC, ROOMS, checks_for
+from mutating.items import ARITHMETIC, CHECKS, ROOMS
 from mutating.operators import Mutant, mutants_of
 
 __all__ = ["draw", "main", "score"]
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = (".git", ".venv", "runs", "site", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache")
-PATIENCE_S = 3600.0  # for a check without a fault
-LONGEST, PAUSE_S = 4.0, 30.0  # a check that takes so many times as long, and so much more, hangs
 DERIVED = (
     "paper.py",
     "paper_kit.py",
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50, help="how many faults")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS, help="folders to change")
-    parser.add_argument("--deep", action="store_true", help="the long checks, too: about half an hour each")
+    parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at the same time")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument(
         "--out", type=Path, help="a file of results, one line each; what it has is not run again"
@@ -60,82 +62,63 @@ def main() -> None:
     if args.list:
         print("\n".join(f"{mutant.name}: {mutant.before!r} -> {mutant.after!r}" for mutant in mutants))
         return
-    known = _known(args.out)
+    from mutating.trial import Trials  # which imports torch
+
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
-        limits_s = _check_sound(copy, sorted({_room(mutant) for mutant in mutants}), deep=args.deep)
-        for mutant in mutants:
-            if mutant.name not in known:
-                known[mutant.name] = _try(mutant, copy, limits_s, deep=args.deep)
-                _keep(args.out, known[mutant.name])
-    print(score([known[mutant.name] for mutant in mutants]))
+        out = args.out or Path(folder) / "results.jsonl"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch()
+        left = [mutant for mutant in mutants if mutant.name not in _known(out)]
+        trials = Trials(ROOT, Path(folder))
+        workers = []
+        for number in range(args.jobs):
+            if (worker := os.fork()) == 0:
+                _work(trials, number, left[number :: args.jobs], out)
+                os._exit(0)
+            workers.append(worker)
+        for worker in workers:
+            os.waitpid(worker, 0)
+        known = _known(out)
+        print(score([known[mutant.name] for mutant in mutants if mutant.name in known]))
 
 
-def _room(mutant: Mutant) -> str:
-    return mutant.path.partition("/")[0]
+def _work(trials: Any, number: int, mutants: list[Mutant], out: Path) -> None:
+    """Try faults one after the other, in a copy of one's own."""
+    for mutant in mutants:
+        began_s = time.monotonic()
+        found = trials.run(mutant, number)
+        seconds = time.monotonic() - began_s
+        entry = {"name": mutant.name, **mutant._asdict(), **found._asdict(), "seconds": round(seconds, 1)}
+        with out.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        print(f"{found.check or 'SURVIVES':9} {seconds:5.0f} s  {mutant.name}  {found.item}", flush=True)
 
 
-def _check_sound(copy: Path, rooms: list[str], *, deep: bool) -> dict[tuple[str, ...], float]:
-    """Raise where a check is red without a fault: it would find anything. Return how long each may take."""
-    limits_s: dict[tuple[str, ...], float] = {}
-    for check in itertools.chain.from_iterable(checks_for(room, copy, deep=deep) for room in rooms):
-        if check.words not in limits_s:
-            outcome = check.run(copy, PATIENCE_S)
-            print(f"without a fault {outcome.seconds:5.0f} s  {check.name}", flush=True)
-            if outcome.is_red:
-                raise SystemExit(f"{' '.join(check.words)}: red without a fault")
-            limits_s[check.words] = LONGEST * outcome.seconds + PAUSE_S
-    return limits_s
-
-
-def _try(mutant: Mutant, copy: Path, limits_s: dict[tuple[str, ...], float], *, deep: bool) -> dict[str, Any]:
-    path = copy / "mpisgd" / mutant.path
-    right = path.read_text()
-    path.write_text(mutant.applied(right))
-    found, seconds = "", 0.0
-    try:
-        for check in checks_for(_room(mutant), copy, deep=deep):
-            outcome = check.run(copy, limits_s[check.words])
-            seconds += outcome.seconds
-            if outcome.is_red:
-                found = check.name
-                break
-    finally:
-        path.write_text(right)
-    print(f"{'found' if found else 'SURVIVES'} {seconds:5.0f} s  {mutant.name}  {found}", flush=True)
-    return {"name": mutant.name, **mutant._asdict(), "found": found, "seconds": round(seconds, 1)}
-
-
-def _known(path: Path | None) -> dict[str, dict[str, Any]]:
-    if path is None or not path.exists():
-        return {}
+def _known(path: Path) -> dict[str, dict[str, Any]]:
     entries = map(json.loads, path.read_text().splitlines())
     return {entry["name"]: entry for entry in entries}
-
-
-def _keep(path: Path | None, entry: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
 
 
 def score(entries: list[dict[str, Any]]) -> str:
     """Return what was found, arithmetic and engine apart, and what survives."""
     lines = []
-    for kind in ("arithmetic", "engine"):
+    for kind, (counted, _) in CHECKS.items():
         mine = [e for e in entries if (e["path"].partition("/")[0] in ARITHMETIC) == (kind == "arithmetic")]
-        found = [entry for entry in mine if entry["found"]]
-        if mine:
-            by: dict[str, int] = {}
-            for entry in found:
-                by[entry["found"]] = by.get(entry["found"], 0) + 1
-            shares = ", ".join(f"{count} by {name}" for name, count in by.items())
-            lines.append(
-                f"{kind}: {len(found)} of {len(mine)} found ({len(found) / len(mine):.0%}): {shares}"
-            )
-    lines += [f"survives: {e['name']}: {e['before']!r} -> {e['after']!r}" for e in entries if not e["found"]]
+        if not mine:
+            continue
+        by = Counter(entry["check"] for entry in mine if entry["check"])
+        found = sum(count for check, count in by.items() if check in counted)
+        executed = sum(entry["is_executed"] for entry in mine)
+        shares = ", ".join(f"{count} by {check}" for check, count in by.most_common() if check in counted)
+        others = ", ".join(f"{count} by {check}" for check, count in by.most_common() if check not in counted)
+        lines.append(
+            f"{kind}: {found} of {len(mine)} found ({found / len(mine):.0%}): {shares}; "
+            f"{others or 'none'} besides; {executed} are executed by a check"
+        )
+    for entry in entries:
+        if not entry["check"]:
+            how = "survives" if entry["is_executed"] else "not executed"
+            lines.append(f"{how}: {entry['name']}: {entry['before']!r} -> {entry['after']!r}")
     return "\n".join(lines)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Mutant", "mutants_of"]
+__all__ = ["Mutant", "executed_lines", "mutants_of"]
 
 SWAPPED = {
     ast.Lt: "<=",
@@ -27,6 +27,9 @@ SMALL = 64  # larger numbers are sizes, limits and seeds
 TEXTS = ("__repr__", "__str__")
 
 
+_Located = ast.stmt | ast.expr
+
+
 class Mutant(NamedTuple):
     """One fault.
 
@@ -37,6 +40,8 @@ class Mutant(NamedTuple):
         kind: of the fault.
         before: the text that it changes.
         after: what takes its place.
+        executed: the first and the last line of its statement; None where that is executed once for all, by
+            an import or for a value that is kept.
     """
 
     path: str
@@ -45,6 +50,7 @@ class Mutant(NamedTuple):
     kind: str
     before: str
     after: str
+    executed: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -65,14 +71,45 @@ class Mutant(NamedTuple):
 def mutants_of(path: str, source: str) -> list[Mutant]:
     """Return all faults that a file can be given."""
     found = []
-    for node, kind, after in _faults(ast.parse(source)):
-        before = ast.get_source_segment(source, node)
-        if before is not None and before != after:
-            found.append(Mutant(path, node.lineno, node.col_offset, kind, before, after))
+    tree, lines, executed = ast.parse(source), source.encode().split(b"\n"), executed_lines(source)
+    for node, kind, after in _faults(tree):
+        before = _text(node, lines)
+        if before != after:
+            found.append(
+                Mutant(path, node.lineno, node.col_offset, kind, before, after, executed[node.lineno])
+            )
     return found
 
 
-_Located = ast.stmt | ast.expr
+def _text(node: _Located, lines: Sequence[bytes]) -> str:
+    """Return the text of a node, as ast.get_source_segment does, which divides the file for each."""
+    assert node.end_lineno is not None
+    part = list(lines[node.lineno - 1 : node.end_lineno])
+    part[-1] = part[-1][: node.end_col_offset]
+    part[0] = part[0][node.col_offset :]
+    return b"\n".join(part).decode()
+
+
+def executed_lines(source: str) -> dict[int, tuple[int, int] | None]:
+    """Return by line the first and last one of its statement, None where it is executed once for all."""
+    found: dict[int, tuple[int, int] | None] = {}
+    for first, last, once in sorted(_statements(ast.parse(source), once=True)):
+        found.update(dict.fromkeys(range(first, last + 1), None if once else (first, last)))
+    return found
+
+
+def _statements(tree: ast.AST, *, once: bool) -> Iterator[tuple[int, int, bool]]:
+    """Yield the first and last line of each statement, without its body, and whether it is executed once."""
+    for child in ast.iter_child_nodes(tree):
+        inside = once
+        if isinstance(child, ast.FunctionDef):
+            inside = any("cache" in ast.unparse(each) for each in child.decorator_list)
+        if isinstance(child, ast.stmt):
+            assert child.end_lineno is not None
+            body = getattr(child, "body", None)
+            last = max(child.lineno, body[0].lineno - 1) if isinstance(body, list) else child.end_lineno
+            yield child.lineno, last, once
+        yield from _statements(child, once=inside)
 
 
 def _faults(tree: ast.AST) -> Iterator[tuple[_Located, str, str]]:

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from mutating.by_hand import EDITS, by_hand  # noqa: E402
 from mutating.main import draw, score  # noqa: E402
 from mutating.operators import mutants_of  # noqa: E402
 
@@ -44,6 +45,15 @@ def test_what_is_applied_to_a_file_that_has_changed_is_an_error():
         mutant.applied("def f(x, m):\n    return m * x\n")
 
 
+def test_faults_by_hand_can_still_be_put_in():
+    found = list(by_hand(ROOT / "mpisgd"))  # which raises where a text is not there once
+    assert len(found) == len(EDITS)
+    for mutant in found:
+        source = (ROOT / "mpisgd" / mutant.path).read_text()
+        assert mutant.applied(source) != source
+        ast.parse(mutant.applied(source))
+
+
 def test_a_seed_draws_the_same_faults():
     first, again, other = (draw(["gossip"], 20, seed=seed) for seed in (1, 1, 2))
     assert len(first) == 20
@@ -51,15 +61,42 @@ def test_a_seed_draws_the_same_faults():
     assert first != other
 
 
-def test_the_score_tells_arithmetic_and_engine_apart():
-    entry = {"name": "n", "before": "a", "after": "b"}
+def test_which_lines_say_that_a_fault_is_executed():
+    source = """\
+LIMIT = 3
+
+class A:
+    WIDTH = 4
+
+    def f(self, x):
+        if (
+            x > 1
+        ):
+            self.y = g(
+                x + 2,
+            )
+
+    @cache
+    def h(self):
+        return 5
+"""
+    found = {mutant.before: mutant.executed for mutant in mutants_of("a.py", source)}
+    assert found["x > 1"] == (7, 9)
+    assert found["x + 2"] == found["2"] == (10, 12)
+    assert found["3"] is found["4"] is found["5"] is None
+
+
+def test_the_score_tells_arithmetic_and_engine_apart_and_what_counts_from_what_does_not():
+    entry = {"name": "n", "before": "a", "after": "b", "is_executed": True}
     text = score(
         [
-            {**entry, "path": "gradients/a.py", "found": "fuzz"},
-            {**entry, "path": "gradients/b.py", "found": ""},
-            {**entry, "path": "core/c.py", "found": "unit tests"},
+            {**entry, "path": "gradients/a.py", "check": "fuzz"},
+            {**entry, "path": "gradients/b.py", "check": ""},
+            {**entry, "path": "gradients/b.py", "check": "unit"},
+            {**entry, "path": "core/c.py", "check": "unit"},
+            {**entry, "path": "core/d.py", "check": "", "is_executed": False},
         ]
     )
-    assert "arithmetic: 1 of 2 found (50%): 1 by fuzz" in text
-    assert "engine: 1 of 1 found (100%): 1 by unit tests" in text
-    assert text.count("survives") == 1
+    assert "arithmetic: 1 of 3 found (33%): 1 by fuzz; 1 by unit besides; 3 are executed by a check" in text
+    assert "engine: 1 of 2 found (50%): 1 by unit; none besides; 1 are executed by a check" in text
+    assert text.count("survives: ") == text.count("not executed: ") == 1

@@ -82,7 +82,8 @@ def run_matrix(
         results: where they are kept, and taken from; None: nowhere.
     """
     extent = Extent.QUICK if sabotage else extent
-    context = multiprocessing.get_context("spawn")  # torch's threads do not outlive a fork
+    context = multiprocessing.get_context("forkserver")  # a fork of this process would lack torch's threads
+    context.set_forkserver_preload([__name__])  # torch is imported once for all
     cores = psutil.cpu_count(logical=False) or 1
     done: dict[int, tuple[list[Tried], bool]] = {}
     with concurrent.futures.ProcessPoolExecutor(min(cores, len(chosen)), mp_context=context) as pool:

@@ -1,0 +1,117 @@
+"""`Item`: the least part of a check that can be run alone, and how it is run in this process.
+
+The checks, the quickest first:
+
+    fuzz        drawn programs, whose ranks are threads
+    matrix      the programs of `verify --quick`: methods in situations, on threads, too
+    schedules   drawn schedules of the engine
+    unit        files of tests/unit, in one process
+    cells       the modes of `verify --quick`, in a job of 3 ranks
+    mpi         files of tests/mpi, in a job of 3 ranks
+
+Nothing here imports mpisgd before it is called: each fault is imported in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+__all__ = [
+    "ARITHMETIC",
+    "CHECKS",
+    "COMMANDS",
+    "ENGINE",
+    "IN_PROCESS",
+    "ROOMS",
+    "Item",
+    "items_in_process",
+    "runner",
+]
+
+# By room of the package: which score it counts for.
+ARITHMETIC = ("collectives", "compress", "gradients", "methods", "optim", "parameters", "sharding")
+ENGINE = ("checkpoint", "core", "elastic", "job", "monitor", "threads", "transport")
+ROOMS = (*ARITHMETIC, *ENGINE)
+
+IN_PROCESS = ("fuzz", "matrix", "schedules")
+COMMANDS = ("unit", "cells", "mpi")
+# What counts for the score of each kind of rooms, and then what is run of the rest, which is told apart.
+CHECKS = {
+    "arithmetic": (("fuzz", "matrix", "cells"), ("unit", "mpi")),
+    "engine": (("unit", "schedules", "mpi"), ("fuzz", "matrix", "cells")),
+}
+FUZZ_PROGRAMS, SCHEDULES, SEED = 200, 150, 1
+
+
+class Item(NamedTuple):
+    """One part of a check.
+
+    Attributes:
+        check: of which it is a part.
+        text: a program, the seed of a schedule, or a file of tests.
+    """
+
+    check: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """What it is known by."""
+        return f"{self.check} {self.text}"
+
+    @classmethod
+    def named(cls, name: str) -> Item:
+        """Return the item of a name."""
+        check, _, text = name.partition(" ")
+        return cls(check, text)
+
+
+def items_in_process() -> Iterator[Item]:
+    """Yield the parts of the checks that need no job; the programs of the matrix are run to find them."""
+    from fuzzing.draw import draw
+    from fuzzing.draw_losses import loses, with_losses
+
+    from mpisgd.tools.verification.covering import packed
+    from mpisgd.tools.verification.matrix_report import kind_of
+    from mpisgd.tools.verification.method_matrix import rows
+    from mpisgd.tools.verification.programs.compare import Verdict
+    from mpisgd.tools.verification.programs.program import Program
+    from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+
+    for seed in range(SEED, SEED + FUZZ_PROGRAMS):
+        program = draw(seed)
+        yield Item("fuzz", repr(with_losses(program) if loses(seed, 0.1) else program))
+    yield from (Item("schedules", str(seed)) for seed in range(SEED, SEED + SCHEDULES))
+    backend, found = ThreadsBackend(), dict[str, None]()
+
+    def noted(program: Program) -> Verdict:
+        found[repr(program)] = None
+        return backend.run(program)
+
+    named = list({kind_of(row.name): row for row in [*rows()][::-1]}.values())[::-1]  # as `verify --quick`
+    for number, row in enumerate(named):
+        for _ in packed(row, number, noted):
+            yield from (Item("matrix", text) for text in found)
+            found.clear()
+
+
+def runner() -> Callable[[Item], str]:
+    """Return what runs an item in this process; it returns what is wrong, "" if nothing is."""
+    from fuzzing.schedules import check, draw
+
+    from mpisgd.tools.verification.programs.program import parse
+    from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+
+    backend = ThreadsBackend()
+
+    def run(item: Item) -> str:
+        if item.check == "schedules":
+            with contextlib.redirect_stderr(io.StringIO()):
+                return check(draw(int(item.text), writes=False))
+        verdict = backend.run(parse(item.text))
+        return f"{verdict.kind}: {verdict.text}" if verdict.is_fault else ""
+
+    return run

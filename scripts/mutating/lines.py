@@ -1,0 +1,82 @@
+"""Which items of the checks execute a line of the package: found once, without a fault."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import coverage
+
+from mutating.items import Item
+
+__all__ = ["Lines", "Trace"]
+
+
+class Trace:
+    """What this process executes from now on. Names of items are their check, a blank and their text.
+
+    Attributes:
+        failed: tests that are red.
+    """
+
+    def __init__(self) -> None:
+        found = importlib.util.find_spec("mpisgd")
+        assert found is not None
+        assert found.origin is not None
+        self._package = Path(found.origin).parent
+        self.failed = set[str]()
+        self._took_s: dict[str, float] = {}
+        self._traced = coverage.Coverage(data_file=None, source=[str(self._package)], config_file=False)
+        self._traced.start()
+
+    def begin(self, name: str) -> None:
+        """Note what follows as lines of an item."""
+        self._traced.switch_context(name)
+
+    def took(self, name: str, seconds: float) -> None:
+        """Note how long an item took, or a part of it."""
+        self._took_s[name] = self._took_s.get(name, 0.0) + seconds
+
+    def save(self, folder: str) -> None:
+        """Write what was found, in a file of this process."""
+        self._traced.stop()
+        data, lines = self._traced.get_data(), {}
+        for file in data.measured_files():
+            names = data.contexts_by_lineno(file)
+            path = str(Path(file).relative_to(self._package))
+            lines[path] = {line: [name for name in each if name] for line, each in names.items()}
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
+            json.dump({"took_s": self._took_s, "lines": lines, "failed": sorted(self.failed)}, file)
+
+
+class Lines:
+    """What executes what.
+
+    Args:
+        folder: of the files that traces have written.
+
+    Attributes:
+        took_s: seconds of each item, traced.
+        failed: tests that were red.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.took_s: dict[Item, float] = {}
+        self.failed = set[str]()
+        self._items: dict[tuple[str, int], set[Item]] = {}
+        for path in sorted(folder.glob("*/*.json")):
+            found = json.loads(path.read_text())
+            self.failed.update(found["failed"])
+            for name, seconds in found["took_s"].items():
+                item = Item.named(name)
+                self.took_s[item] = max(seconds, self.took_s.get(item, 0.0))
+            for file, lines in found["lines"].items():
+                for line, names in lines.items():
+                    self._items.setdefault((file, int(line)), set()).update(map(Item.named, names))
+
+    def items(self, path: str, lines: Iterable[int]) -> set[Item]:
+        """Return what executes one of these lines of a file of the package; nothing: all items."""
+        return {item for line in lines for item in self._items.get((path, line), ())}
