@@ -77,6 +77,8 @@ def tables(record: dict[str, Any]) -> list[Table]:
     kind = record["kind"]
     if kind == "faults":
         return [Table(kind, record["columns"], record["cells"])]
+    if kind == "mutations":
+        return [Table(each["title"], each["columns"], each["rows"]) for each in record["tables"]]
     if kind == "verify":
         return [plain(matrix_table(matrix_cells(record)))]
     if kind == "overview":

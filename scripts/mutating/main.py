@@ -2,6 +2,7 @@
 
 ./scripts/mutate --count 300 --seed 7 --out runs/mutants.jsonl
 ./scripts/mutate --rooms gradients sharding --count 40
+./scripts/mutate --by-hand
 
 First each check runs once without a fault, and it is noted which of its parts execute a line of the package;
 that is kept in runs/, by a hash of the source. A fault is tried with those parts alone that execute it, the
@@ -20,12 +21,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mutating.items import ARITHMETIC, CHECKS, ROOMS
+from mutating.by_hand import by_hand
+from mutating.items import ARITHMETIC, CHECKS, COMMANDS, IN_PROCESS, ROOMS
 from mutating.operators import Mutant, mutants_of
 
 __all__ = ["draw", "main", "score"]
 
 ROOT = Path(__file__).resolve().parents[2]
+CHECK_NAMES = (*IN_PROCESS, *COMMANDS)
 DERIVED = (
     "paper.py",
     "paper_kit.py",
@@ -52,13 +55,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50, help="how many faults")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS, help="folders to change")
+    parser.add_argument("--by-hand", action="store_true", help="instead, those of by_hand.py")
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at the same time")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument(
         "--out", type=Path, help="a file of results, one line each; what it has is not run again"
     )
+    parser.add_argument(
+        "--json", type=Path, help="a file for the record of which record_table.py makes tables"
+    )
     args = parser.parse_args()
-    mutants = draw(args.rooms, args.count, args.seed)
+    mutants = [*by_hand(ROOT / "mpisgd")] if args.by_hand else draw(args.rooms, args.count, args.seed)
     if args.list:
         print("\n".join(f"{mutant.name}: {mutant.before!r} -> {mutant.after!r}" for mutant in mutants))
         return
@@ -79,7 +86,13 @@ def main() -> None:
         for worker in workers:
             os.waitpid(worker, 0)
         known = _known(out)
-        print(score([known[mutant.name] for mutant in mutants if mutant.name in known]))
+        entries = [known[mutant.name] for mutant in mutants if mutant.name in known]
+        print(score(entries))
+        if args.json is not None:
+            from mpisgd.tools.cli.provenance import provenance  # here alone: faults have been tried
+
+            tables = [by_name(entries)] if args.by_hand else [by_room(entries), not_found(entries)]
+            args.json.write_text(json.dumps({"kind": "mutations", **provenance(), "tables": tables}))
 
 
 def _work(trials: Any, number: int, mutants: list[Mutant], out: Path) -> None:
@@ -99,11 +112,53 @@ def _known(path: Path) -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in entries}
 
 
+def by_room(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the title, the columns and the rows of a table: what became of the faults of each room."""
+    columns = ["room", "faults", "executed", *CHECK_NAMES, "not found"]
+    rows = []
+    for room in (*ROOMS, "all"):
+        mine = [entry for entry in entries if room in (_room(entry), "all")]
+        by = Counter(entry["check"] for entry in mine)
+        counts = [len(mine), sum(entry["is_executed"] for entry in mine), *(by[each] for each in CHECK_NAMES)]
+        rows += [[room, *map(str, counts), str(by[""])]] if mine else []
+    return {"title": "faults, and the first check that finds each", "columns": columns, "rows": rows}
+
+
+def not_found(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the table of what no check finds."""
+    rows = [
+        [
+            f"{entry['path']}:{entry['line']}",
+            entry["kind"],
+            _code(entry["before"]),
+            "" if entry["kind"] == "dropped statement" else _code(entry["after"]),
+            "yes" if entry["is_executed"] else "no",
+        ]
+        for entry in entries
+        if not entry["check"]
+    ]
+    return {"title": "not found", "columns": ["where", "fault", "of", "becomes", "executed"], "rows": rows}
+
+
+def by_name(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the table of faults by hand."""
+    rows = [[entry["kind"], entry["check"] or "not found", _code(entry["item"])] for entry in entries]
+    return {"title": "faults by hand", "columns": ["fault", "found by", "what it says"], "rows": rows}
+
+
+def _code(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")[:120]
+
+
+def _room(entry: dict[str, Any]) -> str:
+    return str(entry["path"]).partition("/")[0]
+
+
 def score(entries: list[dict[str, Any]]) -> str:
     """Return what was found, arithmetic and engine apart, and what survives."""
     lines = []
     for kind, (counted, _) in CHECKS.items():
-        mine = [e for e in entries if (e["path"].partition("/")[0] in ARITHMETIC) == (kind == "arithmetic")]
+        mine = [e for e in entries if (_room(e) in ARITHMETIC) == (kind == "arithmetic")]
         if not mine:
             continue
         by = Counter(entry["check"] for entry in mine if entry["check"])

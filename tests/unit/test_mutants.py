@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from mutating.by_hand import EDITS, by_hand  # noqa: E402
-from mutating.main import draw, score  # noqa: E402
+from mutating.main import by_room, draw, not_found, score  # noqa: E402
 from mutating.operators import mutants_of  # noqa: E402
 
 
@@ -100,3 +100,25 @@ def test_the_score_tells_arithmetic_and_engine_apart_and_what_counts_from_what_d
     assert "arithmetic: 1 of 3 found (33%): 1 by fuzz; 1 by unit besides; 3 are executed by a check" in text
     assert "engine: 1 of 2 found (50%): 1 by unit; none besides; 1 are executed by a check" in text
     assert text.count("survives: ") == text.count("not executed: ") == 1
+
+
+def test_the_tables_count_by_room_and_name_what_no_check_finds():
+    entry = {"line": 7, "kind": "swapped sign", "before": "a + b", "after": "((a) - (b))"}
+    entries = [
+        {**entry, "path": "gradients/a.py", "check": "fuzz", "is_executed": True},
+        {**entry, "path": "gradients/b.py", "check": "", "is_executed": True},
+        {**entry, "path": "core/c.py", "check": "", "is_executed": False},
+    ]
+    table = by_room(entries)
+    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    assert list(rows) == ["gradients", "core", "all"]
+    assert (rows["gradients"]["faults"], rows["gradients"]["fuzz"], rows["gradients"]["not found"]) == (
+        "2",
+        "1",
+        "1",
+    )
+    assert (rows["core"]["executed"], rows["all"]["executed"], rows["all"]["not found"]) == ("0", "2", "2")
+    assert not_found(entries)["rows"] == [
+        ["gradients/b.py:7", "swapped sign", "a + b", "((a) - (b))", "yes"],
+        ["core/c.py:7", "swapped sign", "a + b", "((a) - (b))", "no"],
+    ]
