@@ -98,6 +98,7 @@ class Mode(NamedTuple):
         hosts: the least number of hosts with which it makes sense.
         loses_rank: whether a rank is killed, for which it needs a job of its own.
         shares_memory: whether all ranks must have memory in common.
+        power_of_two: whether the number of ranks must be one.
     """
 
     name: str
@@ -112,12 +113,14 @@ class Mode(NamedTuple):
     hosts: int = 1
     loses_rank: bool = False
     shares_memory: bool = False
+    power_of_two: bool = False
 
     def applies(self, size: int, num_nodes: int = 1, *, shared_memory: bool = True) -> bool:
         """Return whether it makes sense with so many ranks on so many hosts."""
         least, most = self.sizes
         has_memory = num_nodes == 1 and shared_memory
-        return least <= size <= most and num_nodes >= self.hosts and has_memory >= self.shares_memory
+        fits = least <= size <= most and (size & (size - 1) == 0) >= self.power_of_two
+        return fits and num_nodes >= self.hosts and has_memory >= self.shares_memory
 
 
 def between_orders(

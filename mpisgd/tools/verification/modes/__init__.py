@@ -9,6 +9,7 @@ from mpisgd.tools.verification.modes.horovod import HOROVOD
 from mpisgd.tools.verification.modes.layouts import LAYOUTS
 from mpisgd.tools.verification.modes.matrix_optimizers import MATRIX_OPTIMIZERS
 from mpisgd.tools.verification.modes.one_bit_optimizers import ONE_BIT_OPTIMIZERS
+from mpisgd.tools.verification.modes.one_order import ONE_ORDER
 from mpisgd.tools.verification.modes.pairs import PAIRS
 from mpisgd.tools.verification.modes.pipelines import PIPELINES
 from mpisgd.tools.verification.modes.resumption import RESUMPTION
@@ -20,6 +21,7 @@ __all__ = ["MODES"]
 
 MODES: tuple[Mode, ...] = (
     *SYNCHRONOUS,
+    *ONE_ORDER,
     *HOROVOD,
     *RESUMPTION,
     *TORCH_PROGRAMS,
