@@ -37,13 +37,17 @@ class Selection(NamedTuple):
 
     def modes(self) -> list[Mode]:
         """Return the rows of the matrix; of a job that loses a rank only those that may be such."""
+        is_quick = self.quick and not self.only
         if self.losing is None:
-            from mpisgd.tools.verification.modes import MODES as modes  # loads torch's parallelism
+            from mpisgd.tools.verification.modes import all_modes, quick_modes  # load torch's parallelism
+
+            modes = quick_modes() if is_quick else all_modes()
         else:
-            from mpisgd.tools.verification.modes.resumption import RESUMPTION as modes
+            from mpisgd.tools.verification.modes.resumption import RESUMPTION
+
+            modes = tuple(mode for mode in RESUMPTION if mode.quick or not is_quick)
         named = [m for m in modes if self.only.lower() in f"{m.family} {m.name}".lower()]
-        chosen = [m for m in named if m.sizes[0] > self.beyond]
-        return [mode for mode in chosen if mode.quick] if self.quick and not self.only else chosen
+        return [m for m in named if m.sizes[0] > self.beyond]
 
     @property
     def sabotages(self) -> Sequence[Sabotage]:

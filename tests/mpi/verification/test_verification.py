@@ -16,7 +16,7 @@ import mpisgd
 from mpisgd import config
 from mpisgd.tools.verification.cell import try_mode
 from mpisgd.tools.verification.mode import Mode
-from mpisgd.tools.verification.modes import MODES
+from mpisgd.tools.verification.modes import all_modes
 from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trial import Trial, trials_of
 
@@ -38,7 +38,7 @@ def torch_group() -> Iterator[None]:
 
 
 SABOTAGES = [sabotage for sabotage in Sabotage if sabotage is not Sabotage.NONE]
-HERE = [mode for mode in MODES if not mode.loses_rank]
+HERE = [mode for mode in all_modes() if not mode.loses_rank]
 
 
 @pytest.fixture(scope="module")

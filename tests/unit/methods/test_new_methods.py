@@ -157,7 +157,7 @@ import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
 from mpisgd.tools.verification.cell import try_mode
-from mpisgd.tools.verification.modes.pairs import PAIRS
+from mpisgd.tools.verification.modes.pairs import pairs
 from mpisgd.tools.verification.trial import trials_of
 from mpisgd.methods.cost_kit import World
 from mpisgd.methods.costs import cost_of, wire_of
@@ -176,7 +176,7 @@ assert "mpisgd.MeanEvery()" in choices.LOCAL and "mpisgd.compress.Cut()" in choi
 assert paper_sections.PAPERS["mpisgd.MeanEvery"] == ("mean_every",)
 assert paper_sections.PAPERS["mpisgd.compress.Cut"] == ("cut",)
 assert mpisgd.MeanEvery().goes_with.compression.why_not(mpisgd.compress.Cut())  # it sends nothing by it
-modes = [mode for mode in PAIRS if "MeanEvery" in mode.name or "Cut" in mode.name]
+modes = [mode for mode in pairs() if "MeanEvery" in mode.name or "Cut" in mode.name]
 assert {"MeanEvery(), Compression.none", "Synchronous(), compress.Cut()"} <= {mode.name for mode in modes}
 wanted = [(mode, torch.float64) for mode in modes]
 for cells in run_ranks(3, lambda: [try_mode(trial, "threads") for trial in trials_of(wanted, quick=True)]):

@@ -6,7 +6,7 @@ import torch
 
 from mpisgd.tools.verification.matrix import Selection
 from mpisgd.tools.verification.mode import Reference, between_orders, flaw_of
-from mpisgd.tools.verification.modes import MODES
+from mpisgd.tools.verification.modes import all_modes
 from mpisgd.tools.verification.modes.synchronous import equal_to_one_process
 from mpisgd.tools.verification.problem import standard_problem
 from mpisgd.tools.verification.sabotage import Sabotage
@@ -63,4 +63,4 @@ def test_what_many_modes_of_a_problem_are_equal_to_is_computed_once():
 def test_a_job_that_loses_a_rank_has_all_modes_that_lose_one():
     """It loads those alone, and not torch's parallelism for each rank that is to be killed."""
     losing = Selection(losing=Sabotage.NONE).modes()
-    assert [mode.name for mode in losing if mode.loses_rank] == [m.name for m in MODES if m.loses_rank]
+    assert [mode.name for mode in losing if mode.loses_rank] == [m.name for m in all_modes() if m.loses_rank]

@@ -14,7 +14,7 @@ from mpisgd.tools.verification.modes.strategies import by_paper
 from mpisgd.tools.verification.modes.synchronous import native
 from mpisgd.tools.verification.papers import paper_of
 
-__all__ = ["PAIRS"]
+__all__ = ["pairs"]
 
 SIZE = 3  # of which a definition is asked for, to see that there is one
 # Names and bytes, as many as a strategy may cut them into.
@@ -35,12 +35,12 @@ def _same(strategy: mpisgd.Strategy, _: int) -> mpisgd.Strategy:
     return strategy
 
 
-def _modes() -> Iterator[Mode]:
+def pairs() -> Iterator[Mode]:
+    """Yield a mode for each example of one with what is plain of the other, and for each two kinds."""
     tried: set[tuple[type, type]] = set()
     for strategy, compressor in catalogue.examples_that_go_together():
         if not strategy.goes_with.repeats.goes or not has_paper(strategy, compressor):
             continue
-        # Each example once with what is plain on the other side, and each two kinds once.
         kinds = type(strategy), type(compressor)
         is_plain = strategy == mpisgd.Synchronous() or compressor == mpisgd.Compression.none
         if kinds in tried and not is_plain:
@@ -52,6 +52,3 @@ def _modes() -> Iterator[Mode]:
         yield Mode(
             name, "pairs", train, between_orders(definition), (2, 2**31), (torch.float64,), quick=False
         )
-
-
-PAIRS = tuple(_modes())
