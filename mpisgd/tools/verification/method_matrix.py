@@ -60,11 +60,13 @@ class Row(NamedTuple):
         name: in tables.
         optimizer: what `DistributedOptimizer` is asked for.
         exact: whether all its numbers are exact, so that bits are compared.
+        is_own: whether it is the user's: nobody has looked at what it is refused in.
     """
 
     name: str
     optimizer: Optimizer
     exact: bool
+    is_own: bool = False
 
     def program(self, situations: Sequence[Situation], division: Division) -> Program | None:
         """Return the program in which all of these happen, None where they make no sense together."""
@@ -141,7 +143,7 @@ def row_of(text: str) -> Row:
     if not isinstance(value, mpisgd.Strategy | mpisgd.Compressor):
         raise InvalidArgument(f"--method: {text} is neither a strategy nor a compressor")
     option = "strategy" if isinstance(value, mpisgd.Strategy) else "compression"
-    return Row(text, Optimizer("SGD", MOMENTUM, (), ((option, expression),)), exact=False)
+    return Row(text, Optimizer("SGD", MOMENTUM, (), ((option, expression),)), exact=False, is_own=True)
 
 
 def _is_defined(row: Row) -> bool:

@@ -19,6 +19,7 @@ from mpisgd.tools.verification.method_matrix import ALL_DIVISIONS, DIVISIONS, Ro
 from mpisgd.tools.verification.programs.program import parse
 from mpisgd.tools.verification.programs.python_text import python_text
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.refusals import with_unknown
 from mpisgd.tools.verification.sabotage import Sabotage
 
 __all__ = ["Extent", "Matrix", "Results", "run_matrix", "summary_of_matrix"]
@@ -120,7 +121,7 @@ def _try_row(
         run = partial(_known(results).run, run=backend.run)
     try:
         for tried in _programs(row, number, extent, run):
-            found.append(tried)
+            found.append(tried if row.is_own and tried.situations else with_unknown(tried))
     except OutOfTime:
         return found, False
     return list(_sabotaged(found)) if sabotage else found, True

@@ -291,6 +291,7 @@ def _table() -> dict[str, Situation]:
         ("unused on all ranks", "gradients", with_layer(Layer(used_by="none"))),
         ("used by the first rank", "gradients", with_layer(Layer(used_by="first"))),
         ("used in turns", "gradients", with_layer(Layer(used_by="turns"))),
+        ("used now and then", "gradients", with_layer(Layer(shape=(4,), used_by="odd"))),
         ("tied", "gradients", with_layer(Layer(shape=(4,), times=2))),
         ("transposed", "parameters", with_layer(Layer(shape=(3, 4), transposed=True))),
         ("fewer elements than ranks", "parameters", with_layer(Layer(shape=()))),

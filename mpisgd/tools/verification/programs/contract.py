@@ -293,7 +293,7 @@ def sends_in_backward(program: Program) -> bool:
 
 
 def _all_use_the_same(program: Program) -> bool:
-    return all(layer.used_by in ("all", "none") for layer in program.layers)
+    return all(layer.used_by in ("all", "none", "odd") for layer in program.layers)
 
 
 def _reduce_once(program: Program) -> bool:

@@ -42,6 +42,7 @@ def is_used(layer: Layer, rank: int, size: int, data: int) -> bool:
         "last": rank == size - 1,
         "turns": turn,
         "others": not turn,
+        "odd": data % 2 == 1,
     }[layer.used_by]
 
 

@@ -58,7 +58,7 @@ class Layer:
         shape: of the parameter; a table has two dimensions.
         dtype: its name in torch.
         used_by: whose loss contains it: "all", "none", "first": rank 0, "last", "turns": every rank, one
-            in each backward, "others": all but that one.
+            in each backward, "others": all but that one, "odd": all, in every second backward.
         times: how often the loss contains it: shared weights.
         transposed: whether its memory is not in the order of its elements.
         frozen: whether it needs no gradient at first.

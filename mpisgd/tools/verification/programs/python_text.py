@@ -30,6 +30,7 @@ USERS = {
     "last": "rank == {last}",
     "turns": "data % {size} == rank",
     "others": "data % {size} != rank",
+    "odd": "data % 2",
 }
 RAISES = """
 class Raises(torch.autograd.Function):

@@ -1,0 +1,29 @@
+"""Write which methods are refused in which situations: mpisgd/tools/verification/refused_pairs.txt.
+
+    python -m mpisgd verify --json runs/verify.json
+    python scripts/checking/refused_pairs.py runs/verify.json
+
+`verify` calls a refusal that is not in that file a fault. A line that is longer than before needs a reason: a
+fault that was shown.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from mpisgd.tools.verification.method_matrix import Tried
+from mpisgd.tools.verification.refusals import KNOWN, text_of_refusals
+
+__all__ = ["main"]
+
+
+def main(record: str) -> None:
+    """Write the file from a record of the whole matrix."""
+    found = [Tried(**each) for each in json.loads(Path(record).read_text())["methods"]]
+    KNOWN.write_text(text_of_refusals(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
