@@ -58,6 +58,7 @@ __all__ = ["MAX_RANKS", "draw"]
 MAX_RANKS = 4
 UNEVEN_SHARE = 0.2
 CODED_SHARE = 0.5  # of the programs that divide gradients between hosts
+PAUSE_SHARE = 0.1  # of the programs in which parameters are used now and then
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
 
 
@@ -84,6 +85,8 @@ def draw(
     program = _with_codes(program, random.Random(f"codes {seed}"))
     uneven = _with_uneven_data(program, random.Random(f"uneven {seed}"))
     program = program if violation(uneven) else uneven
+    now_and_then = _with_pauses(program, random.Random(f"pauses {seed}"))
+    program = program if violation(now_and_then) else now_and_then
     return replace(program, forgotten=random.Random(f"forgotten {seed}").choices((0, 1, 2, 3), FORGOTTEN)[0])
 
 
@@ -99,6 +102,17 @@ def _with_codes(program: Program, chance: random.Random) -> Program:
             options["strategy"] = f"mpisgd.Sharded(stage={stage}, {chance.choice(CODED)})"
         optimizers.append(replace(optimizer, options=tuple(options.items())))
     return replace(program, optimizers=tuple(optimizers))
+
+
+def _with_pauses(program: Program, chance: random.Random) -> Program:
+    """Return the program with layers that every second backward uses; or as it is, mostly."""
+    if chance.random() > PAUSE_SHARE:
+        return program
+    layers = [
+        replace(layer, used_by="odd") if layer.used_by == "all" and chance.random() < 0.5 else layer
+        for layer in program.layers
+    ]
+    return replace(program, layers=tuple(layers))
 
 
 def _with_uneven_data(program: Program, chance: random.Random) -> Program:
