@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import unittest
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -73,13 +74,17 @@ def hugging_face_trainer(folder: Path) -> None:
 
 
 def load_torchvision() -> None:
-    """Import torchvision; where its compiled operators do not fit this torch, without them.
+    """Import torchvision from beside the environment, without its compiled operators if these do not fit.
 
-    The package index has it for torch with CUDA alone. Its import describes two of the operators, which must be
-    declared for that; the models for classification use none.
+    The package index has it for torch with CUDA. With another torch its import fails, and with it that of
+    TorchMetrics and Lightning, which take what there is. It describes two operators, which must be declared
+    for that; the models for classification use none.
     """
+    sys.path.append(str(Path(sys.prefix, "beside")))
     try:
-        import torchvision  # noqa: F401
+        import torchvision
+    except ImportError as exc:
+        raise unittest.SkipTest("there is no torchvision") from exc
     except RuntimeError:
         for name in ("nms", "qnms"):
             OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

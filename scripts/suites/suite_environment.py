@@ -19,8 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-suites"
 
 
-def make_environment(packages: Iterable[str]) -> Path:
-    """The Python of `.venv-suites`, made if need be, with these packages beside those of this Python."""
+def make_environment(packages: Iterable[str], beside: Iterable[str] = ()) -> Path:
+    """The Python of `.venv-suites`, made if need be, with these packages beside those of this Python.
+
+    Args:
+        packages: that every test sees.
+        beside: others, installed alone, in a folder of `.venv-suites` that no test sees by itself.
+    """
     python = VENV / "bin" / "python"
     stamp = VENV / "installed.json"
     if not stamp.exists():
@@ -32,6 +37,11 @@ def make_environment(packages: Iterable[str]) -> Path:
     if missing := sorted(set(packages) - installed):
         print("installing", *missing, flush=True)
         pip(python, "install", "--constraint", str(ROOT / "constraints.txt"), *missing)
+        installed |= set(missing)
+        stamp.write_text(json.dumps(sorted(installed)))
+    if missing := sorted(set(beside) - installed):
+        print("installing", *missing, flush=True)
+        pip(python, "install", "--no-deps", "--upgrade", "--target", str(VENV / "beside"), *missing)
         stamp.write_text(json.dumps(sorted(installed | set(missing))))
     return python
 

@@ -63,6 +63,7 @@ class Suite:
         left_out: tests that are not started, and why.
         apart: each test needs processes of its own.
         source: what pip downloads to have its tests.
+        beside: packages that only a test which looks for them may see.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Suite:
     left_out: dict[str, Any]
     apart: bool = False
     source: str = ""
+    beside: list[str] = field(default_factory=list)
 
     def reason(self, kind: str, test: str, size: int) -> str:
         """Why a test is expected to fail ("fails") or not started ("left_out") at that size; else nothing."""
@@ -209,7 +211,8 @@ def main(
     results = []
     try:
         wanted = {package for one in chosen for package in one.packages}
-        python = Path(sys.executable) if here else make_environment(wanted)
+        beside = {package for one in chosen for package in one.beside}
+        python = Path(sys.executable) if here else make_environment(wanted, beside)
         for one in chosen:
             extra: list[str] = []
             if one.name == "horovod":

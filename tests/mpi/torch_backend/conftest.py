@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from verdicts import referee
 
 GROUPS = ("default", "half", "reversed")
 
@@ -33,3 +37,13 @@ def process_groups(default_group: None) -> dict[str, dist.ProcessGroup]:
 def pg(request: pytest.FixtureRequest, process_groups: dict[str, dist.ProcessGroup]) -> dist.ProcessGroup:
     """A process group that this rank is in; every rank is in one of the kind."""
     return process_groups[request.param]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of all ranks, made by one: pytest's own are swept up by all of them at the end, at once."""
+    name = tempfile.mkdtemp() if dist.get_rank() == 0 else None
+    yield Path(referee().bcast(name))
+    referee().barrier()
+    if name is not None:
+        shutil.rmtree(name)

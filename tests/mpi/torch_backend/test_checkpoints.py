@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,16 +101,6 @@ def shard(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder of all ranks, made by one: pytest's own are swept up by all of them at the end, at once."""
-    name = tempfile.mkdtemp() if dist.get_rank() == 0 else None
-    yield Path(referee().bcast(name))
-    referee().barrier()
-    if name is not None:
-        shutil.rmtree(name)
 
 
 @pytest.fixture(scope="module")
@@ -258,25 +246,3 @@ def spoil(folder: Path, damage: str) -> None:
         victim.unlink()
     else:
         victim.write_bytes(content[: len(content) // 2] if damage == "cut off" else b"?" * len(content))
-
-
-class FailingWriter(dcp.FileSystemWriter):
-    """The last rank's disk is full."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            raise OSError("no space left on device")
-        return super().write_data(plan, planner)
-
-
-@pytest.mark.parametrize("meanwhile", [False, True], ids=["save", "async_save"])
-def test_a_rank_that_cannot_write_fails_the_saving_of_all(meanwhile: bool, folder: Path) -> None:
-    state = {"run": run_at("all")}
-    writer = FailingWriter(folder)
-    group = dist.new_group()
-    with refused_everywhere():
-        if meanwhile:
-            dcp.async_save(state, storage_writer=writer, process_group=group).result(timeout=30)
-        else:
-            dcp.save(state, storage_writer=writer)
-    everyone(not (folder / ".metadata").exists(), "a checkpoint that is not whole looks whole")
