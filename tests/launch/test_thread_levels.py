@@ -42,16 +42,31 @@ def program(tmp_path):
     return write
 
 
-def test_where_one_thread_at_a_time_may_call_backward_reduces(program):
+def test_where_one_thread_at_a_time_may_call_backward_reduces_and_two_at_once_are_told(program):
+    """With all messages by MPI, as between hosts: a checkpoint's thread beside training hung there."""
     done = run_python(
         program("""
             loss().backward()
             assert (model.weight.grad == 1.5).all()
+            print("reduced", flush=True)
+            groups = [mpisgd.new_group([0, 1]) for _ in range(2)]
+            def sum_in(group):
+                for _ in range(3000):
+                    mpisgd.all_reduce(torch.ones(300), group=group)
+            saving = threading.Thread(target=sum_in, args=(groups[1],))
+            saving.start()
+            sum_in(groups[0])
+            saving.join()
+            raise SystemExit(3)
         """),
         "serialized",
         num_ranks=2,
+        env={"MPISGD_SHARED_MEMORY": "0"},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["reduced"] * 2
+    assert "one thread at a time may call it" in done.stderr, done.stderr
+    assert done.returncode
+    assert "has waited" not in done.stderr
 
 
 @pytest.mark.parametrize("level", ["single", "funneled"])

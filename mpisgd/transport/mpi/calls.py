@@ -13,7 +13,7 @@ from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, PeerLost, S
 from mpisgd.threads import waiting
 from mpisgd.threads.wait_registry import mpi_calls
 
-__all__ = ["OVERDUE", "mpi_call", "set_apart"]
+__all__ = ["OVERDUE", "mpi_call", "set_apart", "take_turns"]
 
 OVERDUE = (
     "a call of another rank was blocked inside MPI for longer than its timeout, as its report says; no "
@@ -56,6 +56,38 @@ def set_apart(communicator: Revocable | None) -> None:
     _apart = communicator
 
 
+TURN_S = 0.001  # between two looks at what the thread does that is inside MPI
+_turns: "threading.RLock | None" = None
+
+
+def take_turns() -> None:
+    """Let one thread at a time be inside MPI from now on, as thread level SERIALIZED demands."""
+    global _turns
+    _turns = _turns or threading.RLock()
+
+
+def _in_turn(
+    turns: "threading.RLock", what: str, method: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
+    """Call MPI once no other thread is inside it; raise where that one waits for other ranks there.
+
+    Two threads of one rank, such as one that trains and one that saves a checkpoint, would wait for those of
+    another rank crosswise.
+    """
+    thread = threading.get_ident()
+    while not turns.acquire(timeout=TURN_S):
+        for call in [call for other, (call, _) in list(mpi_calls.items()) if other != thread]:
+            raise MpiFailed(
+                f"MPI {what}: another thread waits for other ranks in MPI {call}, and MPI runs at thread "
+                "level SERIALIZED, where one thread at a time may call it. Communicate from one thread, or "
+                "have MPI started at MULTIPLE"
+            )
+    try:
+        return method(*args, **kwargs)
+    finally:
+        turns.release()
+
+
 def mpi_call(
     what: str, *, collective: bool = False, blocks: bool = False
 ) -> Callable[[Method[P, R]], Method[P, R]]:
@@ -69,21 +101,23 @@ def mpi_call(
             if collective:
                 self.calls[what] += 1
             try:
-                return method(self, *args, **kwargs)
+                if _turns is not None:
+                    return _in_turn(_turns, what, called, self, *args, **kwargs)
+                return called(self, *args, **kwargs)
             except MPI.Exception as exc:
                 raise _translated(what, exc) from exc
 
-        def blocking(self: Revocable, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def noted(self: Revocable, /, *args: P.args, **kwargs: P.kwargs) -> R:
             thread = threading.get_ident()
             mpi_calls[thread] = (what, time.monotonic())
             try:
-                return wrapped(self, *args, **kwargs)
+                return method(self, *args, **kwargs)
             finally:
                 mpi_calls.pop(thread, None)
 
-        outer = blocking if blocks else wrapped
-        functools.update_wrapper(outer, method)
-        return outer
+        called = noted if blocks else method
+        functools.update_wrapper(wrapped, method)
+        return wrapped
 
     return decorate
 

@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from mpisgd import config
 from mpisgd.errors import MpiFailed
-from mpisgd.transport.mpi.calls import OVERDUE, set_apart
+from mpisgd.transport.mpi.calls import OVERDUE, set_apart, take_turns
 from mpisgd.transport.mpi.communicator import Communicator, free_abandoned, revoke_all
 
 __all__ = [
@@ -31,10 +31,12 @@ def start() -> bool:
     """Start MPI unless it runs already; return whether this call (or this import) started it."""
     if MPI.Is_finalized():
         raise MpiFailed("MPI is already finalized in this process: it cannot be started a second time")
-    if MPI.Is_initialized():
-        return False
-    MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    return True
+    starts = not MPI.Is_initialized()
+    if starts:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() == MPI.THREAD_SERIALIZED:
+        take_turns()
+    return starts
 
 
 def survives_losses() -> bool:
