@@ -1,5 +1,6 @@
 """`new_group`, `open_group`, `close_group`: groups of some ranks of the job."""
 
+import threading
 import zlib
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
@@ -21,7 +22,7 @@ from mpisgd.transport.device.nccl_options import describe, disagreement
 from mpisgd.transport.device.transport import can_be_split, split_from
 from mpisgd.transport.messages.dissemination import Dissemination
 
-__all__ = ["close_group", "new_group", "open_group", "open_host_group", "open_leader_group"]
+__all__ = ["close_group", "leave_group", "new_group", "open_group", "open_host_group", "open_leader_group"]
 
 # The world's messages before the first operation of a group: above all tags of its own operations.
 FIRST_TAG, MAX_ROUNDS = 1024, 32
@@ -199,6 +200,19 @@ def close_group(group: Group) -> None:
             group.leave()
     finally:
         group.job.groups.remove(group)  # not before: others must see that this rank has come to its end
+
+
+def leave_group(group: Group) -> None:
+    """Leave a group that was aborted on this rank; from any thread that may call MPI.
+
+    Those that close it, or end the program, do not wait for this rank, nor this rank for them.
+    """
+    communicator = group.queue.communicator
+    if group in group.job.groups and communicator.only_thread in (None, threading.get_ident()):
+        group.queue.drain()
+        group.job.groups.remove(group)
+        group.queue.consistency.leave()
+        communicator.keep(group)
 
 
 def _check_members(ranks: Sequence[int], size: int) -> list[int]:

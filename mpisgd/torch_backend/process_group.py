@@ -34,7 +34,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import NotInitialized, ShapeMismatch
-from mpisgd.job.groups import close_group
+from mpisgd.job.groups import close_group, leave_group
 from mpisgd.torch_backend import compat
 from mpisgd.torch_backend.barrier import pass_monitored
 from mpisgd.torch_backend.profiling import with_profiler_events
@@ -325,6 +325,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
+    supports_reconfigure = False  # from torch 2.14 on, as is the next
+    supports_window = False
 
     def _get_backend(self, device: torch.device) -> "ProcessGroupMpisgd":
         return self
@@ -354,14 +356,17 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def abort(self) -> None:
         """End this rank's waits in the group with an error; every later operation raises.
 
-        May be called from any thread. The other ranks get an error at their next operation with this rank.
+        May be called from any thread. This rank has left the group then: others that destroy the group or end
+        the program do not wait for it; their operations with it raise at the group's timeout.
         """
         error = NotInitialized(f"{self!r} was aborted")
         self._aborted = self._aborted or error
         if self.mpisgd_group.device is not None:  # first: what waits for the GPU is not woken otherwise
             self.mpisgd_group.device.abandon(error)
         self.mpisgd_group.point_to_point.abandon_devices(error)
-        if not self.mpisgd_group.queue.abort(error):
+        if self.mpisgd_group.queue.abort(error):
+            leave_group(self.mpisgd_group)
+        else:
             warnings.warn(
                 f"abort: {self!r} is in a call of MPI, which cannot be interrupted; the operation goes on",
                 RuntimeWarning,
