@@ -1,7 +1,7 @@
 """What a method is refused in, as it was when it was last looked at: what is allowed today stays allowed.
 
-`refused_pairs.txt` beside this file has a line for each situation, with the methods that mpisgd refuses in it.
-A refusal that it does not have counts as a fault; `scripts/checking/refused_pairs.py` writes it anew.
+`refused_pairs.txt` beside this file has a line for each situation, with the methods that mpisgd refuses
+in it. A refusal that it does not have counts as a fault; `scripts/checking/refused_pairs.py` writes it anew.
 """
 
 from __future__ import annotations
