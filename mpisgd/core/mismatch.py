@@ -65,7 +65,10 @@ def mismatch_of(group: str, told: Mapping[int, Intention]) -> CollectiveMismatch
             exits[mine.exit_code].append(rank)
     common = set.intersection(*(set(detail.splitlines()) for *_, detail in described))
     lines = [f"{ranks_text(ranks)} left the program by sys.exit({code})" for code, ranks in exits.items()]
-    lines += filter(None, [summary(told)])
+    sentence = summary(told)
+    if exits:
+        sentence = sentence.partition("; the usual cause")[0]  # the cause is known
+    lines += filter(None, [sentence])
     lines.append(f"the ranks of group '{group}' do not agree on what comes next:")
     shown = _shown(told.values())
     for (number, site, text, detail), ranks in sorted(described.items(), key=lambda item: item[1]):

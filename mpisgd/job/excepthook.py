@@ -25,7 +25,7 @@ from mpisgd.standard_error import print_error
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["ExceptHook"]
+__all__ = ["ExceptHook", "shorten_tracebacks"]
 
 # The rank that should print has so long to do so and to end the job; whoever outlives it ends the job.
 PRECEDENCE_S = 0.5
@@ -33,6 +33,7 @@ PRECEDENCE_S = 0.5
 # they do every second, and under load later.
 OTHER_HOSTS_S = 4.0
 LAST_RESORT_S = 10.0
+CHECK_OF_ARGUMENTS = "_check_arguments"  # its TypeError is the caller's, as it would be from Python itself
 REPORT_S = 8.0  # a hang report that is under way takes that long at most
 
 
@@ -154,10 +155,17 @@ class ExceptHook:
         return f"mpisgd: {name} on {host} raised, the job ends:\n{report}"
 
 
+def shorten_tracebacks() -> None:
+    """Print errors of ours in short, as a job does, where there is no job: `init` has failed."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = lambda _, exc, __: print_error(_formatted(exc))
+
+
 def _formatted(exc: BaseException) -> str:
     """Return an error with its traceback, up to the line of the program that has called us if it is ours."""
     whole = traceback.TracebackException.from_exception(exc)
-    if isinstance(exc, MpisgdError) and not config.full_traceback():
+    is_ours = isinstance(exc, MpisgdError) or (whole.stack and whole.stack[-1].name == CHECK_OF_ARGUMENTS)
+    if is_ours and not config.full_traceback():
         frames = list(whole.stack)
         while frames and frames[-1].filename.startswith(LIBRARIES):
             frames.pop()

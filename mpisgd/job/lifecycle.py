@@ -13,6 +13,7 @@ from mpisgd.arguments import texts_with_ranks
 from mpisgd.core import consistency
 from mpisgd.core.group import Group
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, NotInitialized, PeerLost
+from mpisgd.job.excepthook import shorten_tracebacks
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
 from mpisgd.job.job_of_thread import PROCESS, job_place
 from mpisgd.job.lazy_dynamo import defer_import
@@ -138,6 +139,7 @@ def init(
                 raise
     except BaseException:
         changes.close()  # no job's end will undo them
+        shorten_tracebacks()
         raise
 
 

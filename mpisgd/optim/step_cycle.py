@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
+from mpisgd.call_site import warn_at_call_site
 from mpisgd.core.owner import Owner, owned_by
 from mpisgd.gradients.accumulation import AccumulationWindow
+from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
@@ -16,6 +18,8 @@ from mpisgd.optim.step_hooks import StepArguments, register_step_hooks, wrap_clo
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
 
 __all__ = ["StepCycle"]
+
+IDLE_STEPS = 3  # without any gradient from the start on, after which that is taken for a mistake
 
 
 class StepCycle:
@@ -52,7 +56,8 @@ class StepCycle:
         self._window, self._synchronizer, self._keeper = window, synchronizer, keeper
         self._strategy, self._checks_start = strategy, checks_start
         self.owner = owner
-        self._has_started = False
+        self._has_started = self._has_warned = False
+        self._idle_steps = 0
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer call this in each step."""
@@ -81,6 +86,7 @@ class StepCycle:
             self.participant.begin_step(has_closure=changed is not None)
         if changed is None:
             self._window.check_before_step()
+            self._look_for_gradients()
         else:
             changed = wrap_closure(*changed, self._synchronizer.around)
             assert changed is not None
@@ -101,18 +107,37 @@ class StepCycle:
         again = window.gradients.combines and window.steps % SETTINGS_EVERY == 0
         checks = self._checks_start and training.group.size > 1 and self._strategy.starts_together
         if checks and (is_first or again):
+            wait_for_parameters()
             in_memory = [
                 (name, p) for name, p in training.named if p.untyped_storage().nbytes() or not p.numel()
             ]
-            check_alike(
+            self._has_warned |= check_alike(
                 "DistributedOptimizer",
-                in_memory if is_first else (),
+                () if self._has_warned else in_memory,
                 optimizer.param_groups,
                 training.group,
                 window.when,
                 unless=", or pass check_start=False if that is meant",
+                has_started=not is_first,
             )
         self._has_started = True
+
+    def _look_for_gradients(self) -> None:
+        """Warn where the first steps had nothing to apply: the optimizer has parameters of another model."""
+        if self._idle_steps == IDLE_STEPS:
+            return
+        training = self._synchronizer.training
+        trained = [param for _, param in training.named if param.requires_grad]
+        if not trained or any(param.grad is not None for param in trained):
+            self._idle_steps = IDLE_STEPS
+            return
+        self._idle_steps += 1
+        if self._idle_steps == IDLE_STEPS and training.group.rank == training.group.ranks[0]:
+            warn_at_call_site(
+                f"DistributedOptimizer: none of its parameters has had a gradient in {IDLE_STEPS} steps, so "
+                "nothing is trained. Was the optimizer made for another model than the one that computes the "
+                "loss, or before that model was replaced? Is backward() called?"
+            )
 
     def _owned(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, with what it communicates between its passes noted as the optimizer's."""

@@ -67,7 +67,10 @@ def _check_arguments(signature: inspect.Signature, args: tuple[Any, ...], option
             close = difflib.get_close_matches(name, signature.parameters, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument {name!r}{hint}")
-    signature.bind(*args, **options)
+    try:
+        signature.bind(*args, **options)
+    except TypeError as exc:
+        raise TypeError(f"DistributedOptimizer() {exc}") from None
 
 
 def signature_of(wrapper: type[torch.optim.Optimizer]) -> inspect.Signature:

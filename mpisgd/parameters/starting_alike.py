@@ -1,4 +1,4 @@
-"""Whether all ranks start from the same parameters, with the same learning rate and other settings.
+"""Whether all ranks start from the same parameters, learning rate and other settings, and keep them.
 
 Ranks that start apart stay apart: they apply equal gradients to different models, and nothing fails.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import ranks_text
+from mpisgd.call_site import warn_at_call_site
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -33,8 +34,12 @@ def check_alike(
     when: str,
     *,
     unless: str = "",
-) -> None:
+    has_started: bool = False,
+) -> bool:
     """Raise on every rank unless all ranks have the same bits and settings. Collective.
+
+    Parameters that differ after the start may differ by rounding alone, where hosts have unlike processors:
+    that is a warning, on the first rank. Return whether they do.
 
     Args:
         kind: of optimizer.
@@ -43,6 +48,7 @@ def check_alike(
         group: the ranks.
         when: the step.
         unless: what those may do who mean it, for the message.
+        has_started: whether there were steps before.
 
     Cost: one pass over `named`, and one small exchange.
     """
@@ -51,14 +57,30 @@ def check_alike(
     told = hashlib.blake2b(repr((prints, settings)).encode(), digest_size=8).digest()
     everyones = torch.empty(group.size, 8, dtype=torch.uint8)
     group.queue.run(
-        Operation(kind, extra="do all ranks start alike?", when=when),
+        Operation(f"{kind}.step", extra="do all ranks start alike?", when=when),
         lambda: group.queue.communicator.all_gather(
             everyones.view(-1), torch.frombuffer(bytearray(told), dtype=torch.uint8)
         ),
     )
-    if bool((everyones != everyones[0]).any()):
-        lines = _differences([name for name, _ in named], prints, settings, group, unless)
+    if not bool((everyones != everyones[0]).any()):
+        return False
+    differ, lines = _differences([name for name, _ in named], prints, settings, group)
+    which = f"(first: {differ[0]}; {len(differ)} of {len(named)})" if differ else ""
+    if differ and has_started and group.rank == group.ranks[0]:
+        warn_at_call_site(
+            f"{kind}: the ranks have different parameters {which}, {when}. The program changes gradients "
+            "or parameters after backward(), differently on each rank. check_in_sync_every=1 finds the step; "
+            "mpisgd.broadcast_parameters(model) makes the ranks equal again"
+        )
+    elif differ and not has_started:
+        lines.insert(
+            0,
+            f"the ranks start from different parameters {which}; "
+            f"call mpisgd.broadcast_parameters(model) after it is built{unless}",
+        )
+    if lines:
         raise CollectiveMismatch("\n  ".join([*lines[:MOST_LINES], f"found by {kind}, {when}"]))
+    return True
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
@@ -82,9 +104,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _differences(
-    names: Sequence[str], prints: list[int], settings: list[dict[str, Any]], group: Group, unless: str
-) -> list[str]:
-    """Return the differences, in lines. Collective."""
+    names: Sequence[str], prints: list[int], settings: list[dict[str, Any]], group: Group
+) -> tuple[list[str], list[str]]:
+    """Return which parameters differ, and the settings that do, in lines. Collective."""
     everyones: list[Any] = [None] * group.size
     all_gather_object(everyones, (prints, settings), group)
     lines = []
@@ -98,10 +120,4 @@ def _differences(
                 ]
                 lines.append(f"the setting {key!r} of parameter group {number} differs ({'; '.join(told)})")
     differ = [name for place, name in enumerate(names) if len({p[place] for p, _ in everyones}) > 1]
-    if differ:
-        lines.insert(
-            0,
-            f"the ranks start from different parameters (first: {differ[0]}; {len(differ)} of {len(names)}); "
-            f"call mpisgd.broadcast_parameters(model) after it is built{unless}",
-        )
-    return lines
+    return differ, lines

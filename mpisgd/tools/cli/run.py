@@ -42,6 +42,9 @@ MAX_PAUSE_S = 60.0
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 # mpirun ends a job when it notices that it has lost a host's daemon: it must not look.
 WITH_FAULT_TOLERANCE = ("--with-ft", "ulfm", "--prtemca", "oob_tcp_keepalive_time", "0")
+# Open MPI starts nothing as root without both, or the option.
+ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+ROOT_OPTION = "--allow-run-as-root"
 # Under Slurm mpirun starts these daemons by srun, which would end them all when a node fails.
 WITHOUT_KILL = {"SLURM_NO_KILL": "set"}
 
@@ -202,6 +205,14 @@ def _launcher(
         )
     if elastic:
         options += WITH_FAULT_TOLERANCE
+    if (
+        open_mpi
+        and os.geteuid() == 0
+        and not set(ROOT_VARIABLES) <= os.environ.keys()
+        and ROOT_OPTION not in words
+    ):
+        wanted = " ".join(f"{name}=1" for name in ROOT_VARIABLES)
+        raise JobError(f"Open MPI does not start as root unless it is told to: export {wanted}")
     if open_mpi:
         for name in ("MPISGD_RESTART_COUNT", *variables):
             options += ["-x", name]  # to other hosts, too

@@ -168,8 +168,8 @@ class Mailbox:
 def _deliver(message: Message, receive: _Receive) -> None:
     if message.memory.nbytes > receive.memory.nbytes:
         receive.request.error = ShapeMismatch(
-            f"recv: the message from rank {message.src} is longer than the tensor "
-            f"({message.memory.nbytes} bytes or more)"
+            f"recv: the message from rank {message.src} ({message.memory.nbytes} bytes or more) is longer "
+            "than the tensor"
         )
     else:
         receive.memory.fill_from(message.memory)

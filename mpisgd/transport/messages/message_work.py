@@ -13,7 +13,7 @@ from torch import Tensor
 from mpisgd import tracing
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.work import CompletableWork
-from mpisgd.errors import CollectiveTimeout, MpisgdError, NotInitialized
+from mpisgd.errors import CollectiveTimeout, MpisgdError, NotInitialized, ShapeMismatch
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.threads.wait_registry import Message, WaitReason
 from mpisgd.threads.waiting import Backoff
@@ -156,7 +156,10 @@ class MessageWork(CompletableWork):
         communicator, point_to_point = self._point_to_point.communicator, self._point_to_point
         if self._transfer is not None:
             return self._transfer.poll() if communicator.poll([self._request]) else None
-        outcome = communicator.poll_one(self._request)
+        try:
+            outcome = communicator.poll_one(self._request)
+        except ShapeMismatch as exc:
+            raise ShapeMismatch(f"{exc:s}, which has {self.memory.nbytes}") from exc
         if outcome is None or self._arrived is None:
             return outcome
         self.source, nbytes = outcome

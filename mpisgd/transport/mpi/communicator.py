@@ -233,7 +233,7 @@ class Communicator:
             # Open MPI tells here how much was sent, MPICH how much there was room for.
             sender, nbytes = self.global_ranks[status.Get_source()], status.Get_elements(MPI.BYTE)
             raise ShapeMismatch(
-                f"recv: the message from rank {sender} is longer than the tensor ({nbytes} bytes or more)"
+                f"recv: the message from rank {sender} ({nbytes} bytes or more) is longer than the tensor"
             ) from exc
         return (status.Get_source(), status.Get_elements(MPI.BYTE)) if done else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -97,6 +98,46 @@ def test_a_schedule_that_one_rank_does_not_follow_is_found_later():
     with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
         opt.step()
     everyone("'lr'" in caught.text and "0.01" in caught.text, caught.text)
+
+
+def heard_in(num_steps, model, opt, change=lambda param: None):
+    """Return the warnings of so many steps; `change` is done to each parameter after backward."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(num_steps):
+            opt.zero_grad()
+            model(torch.ones(1, 2).double()).sum().backward()
+            for param in model.parameters():
+                change(param)
+            opt.step()
+    return [str(each.message) for each in caught]
+
+
+# Each rank trained a model of its own from there on, and the exit code was 0.
+@several
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", [None, mpisgd.Sharded(), mpisgd.LocalSGD(2)], ids=str)
+def test_ranks_that_come_apart_later_are_warned_once(strategy):
+    model, opt = train(strategy, apart=False)
+    everyone(heard_in(101, model, opt) == [])
+    heard = heard_in(300, model, opt, lambda param: param.data.add_(mpisgd.rank()))
+    may_differ = isinstance(strategy, mpisgd.LocalSGD)
+    everyone(len(heard) == int(mpisgd.rank() == 0 and not may_differ), heard)
+    everyone(all("the ranks have different parameters (first: 0.weight; 4 of 4)" in text for text in heard))
+
+
+@several
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", [None, mpisgd.Sharded(stage=2), mpisgd.LocalSGD(2)], ids=str)
+def test_an_optimizer_of_another_model_is_warned_of(strategy):
+    other, opt = train(strategy, apart=False)
+    everyone(heard_in(4, other, opt) == [])
+    model = nn.Linear(2, 1).double()
+    _, opt = train(strategy, apart=False)
+    opt.zero_grad()
+    heard = heard_in(4, model, opt)
+    everyone(len(heard) == (mpisgd.rank() == 0), heard)
+    everyone(all("none of its parameters has had a gradient in 3 steps" in text for text in heard), heard)
 
 
 def one_bit(kind, lr=0.1, apart=True):
