@@ -68,7 +68,7 @@ def test_the_error_has_the_exit_code_the_sentence_and_what_each_was_about_to_do(
     error = mismatch_of("world", told)
     lines = str(error).splitlines()
     assert lines[0] == "rank 1 left the program by sys.exit(3)"
-    assert lines[1].startswith("ranks 0, 2 reduce gradients, rank 1 has ended its program")
+    assert lines[1] == "ranks 0, 2 reduce gradients, rank 1 has ended its program"  # and no other cause
     assert lines[2] == "the ranks of group 'world' do not agree on what comes next:"
     assert lines[3] == "  ranks 0, 2 at train.py:3: operation 7, gradients()"
     assert "      #2 b: [3]" in lines

@@ -8,6 +8,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.optim import SGD
 
 import mpisgd
 from mpisgd.errors import Deadlock
@@ -132,11 +134,21 @@ def test_a_cause_inside_of_mpisgd_is_left_out_and_one_of_the_program_is_shown(mo
     assert "ZeroDivisionError" in shown(excepthook.__file__)
 
 
-def test_an_error_of_ours_is_shown_up_to_the_line_of_the_program(monkeypatch):
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: mpisgd.all_reduce(
+            "no tensor"
+        ),  # outside of a job, or no tensor: one of our errors in any case
+        lambda: mpisgd.DistributedOptimizer(SGD([torch.ones(1)], 0.1), compress=None),
+        lambda: mpisgd.DistributedOptimizer(SGD([torch.ones(1)], 0.1), [], None),
+    ],
+)
+def test_an_error_of_ours_is_shown_up_to_the_line_of_the_program(call, monkeypatch):
     def lines() -> list[str]:
         try:
-            mpisgd.all_reduce("no tensor")  # outside of a job, or no tensor: one of our errors in any case
-        except mpisgd.MpisgdError as exc:
+            call()
+        except (mpisgd.MpisgdError, TypeError) as exc:
             return excepthook._formatted(exc).splitlines()
 
     last = [line for line in lines() if line.startswith("  File ")][-1]
