@@ -3,7 +3,7 @@
     python scripts/bench/redraw.py                      # those below
     python scripts/bench/redraw.py all_reduce-4 step-2
 
-Curves over the course of a training are in no table: of strategies the totals are drawn.
+Curves over the course of a training are in no table: of strategies the ends are drawn.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from mpisgd.tools.bench.report.colours import colours_and_styles
 from mpisgd.tools.bench.report.plots import need_matplotlib, plot
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+SPREAD, PEAKS = ("median", "min", "max"), ("peak", "min", "max")
 COLLECTIVES = ("all_reduce-1x1", "all_reduce-2", "all_reduce-2x2", "all_reduce-4", "collectives-2", "tuned-2")
-NAMES = (*COLLECTIVES, "scaling-2", "step-2", "strategies-2x2")
+NAMES = (*COLLECTIVES, "memory-2", "scaling-2", "step-2", "strategies-2x2", "strategies-text")
 
 
 def number(cell: str) -> float:
@@ -37,8 +38,10 @@ def cells(table: Table) -> list[dict[str, str]]:
 
 
 def spread(row: Mapping[str, str]) -> dict[str, float]:
-    """Median and range of a row, in seconds."""
-    return {f"{which}_s": number(row[which]) for which in ("median", "min", "max")}
+    """Median and range of a row, in seconds, or in bytes."""
+    if "peak" in row:
+        return {f"{which}_bytes": number(row[column]) for which, column in zip(SPREAD, PEAKS, strict=True)}
+    return {f"{which}_s": number(row[which]) for which in SPREAD}
 
 
 def record(name: str, found: Measurement) -> dict[str, Any]:
@@ -57,6 +60,8 @@ def record(name: str, found: Measurement) -> dict[str, Any]:
                 own |= {"examples_per_s": number(row["examples per s"])}
                 alone = number(cells(table)[0]["examples per s"])  # one rank without communication
                 own |= {"speed_up": own["examples_per_s"] / alone}
+            elif kind == "memory":
+                own |= {"training": row["training"], "ratio_to_none": number(row["x none"])}
             else:
                 own |= {"model": row["model"], "ratio_to_no_communication": number(row["x none"])}
                 own |= {"communicates": not re.match("none|one process", row["variant"])}
@@ -95,12 +100,45 @@ def draw_totals(path: Path, found: Measurement) -> None:
     pyplot.close(figure)
 
 
+def draw_losses(path: Path, found: Measurement) -> None:
+    """Validation loss at the end, to that of the worst seed, and time of each method, by section."""
+    need_matplotlib()
+    from matplotlib import pyplot
+
+    rows = cells(found.tables[0])[::-1]
+    colours = [colour for colour, _ in colours_and_styles(row["variant"] for row in rows).values()]
+    labels = [re.sub(r", outer_options={.*?}|, betas=\(.*?\)", "", row["variant"]) for row in rows]
+    labels = ["\nwith ".join(label.split(" with ")) for label in labels]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(11, 5.6), layout="constrained", sharey=True, width_ratios=(3, 2)
+    )
+    for place, (row, colour) in enumerate(zip(rows, colours, strict=True)):
+        loss, worst = number(row["validation loss"]), number(row["worst seed"])
+        left.plot([loss, worst], [place, place], color=colour, linewidth=2)
+        left.plot(loss, place, "o", color=colour, markersize=8)
+        left.text(worst + 0.003, place, f"{loss:.4f}", va="center", fontsize=8)
+        right.barh(place, number(row["time"]), color=colour)
+        right.text(number(row["time"]) + 1, place, row["time"], va="center", fontsize=8)
+    left.set(xlabel="validation loss: mean and worst seed")
+    left.set_yticks(range(len(rows)), labels, fontsize=8)
+    left.margins(x=0.12)
+    right.margins(x=0.15)
+    right.set(xlabel="seconds for 1,600 steps")
+    for ax in (left, right):
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"a small GPT on text; {found.all_of('ranks')[0]}", fontsize=10)
+    figure.savefig(path, dpi=110, format="png")
+    pyplot.close(figure)
+
+
 def main() -> None:
     """Draw the pictures that are named, or all."""
     for name in sys.argv[1:] or NAMES:
         found = parse((FOLDER / f"{name}.md").read_text())
         path = FOLDER / f"{name}.png"
-        if name.startswith("strategies"):
+        if name == "strategies-text":
+            draw_losses(path, found)
+        elif name.startswith("strategies"):
             draw_totals(path, found)
         else:
             need_matplotlib()

@@ -117,25 +117,33 @@ def _what(cell: Cell) -> str:
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Save a picture of the matrix: how far each cell is from its tolerance."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = list(dict.fromkeys(cell.mode for cell in cells))
     columns = list(dict.fromkeys(map(_column, cells)))
     values = [[math.nan] * len(columns) for _ in rows]
     for cell in cells:
         values[rows.index(cell.mode)][columns.index(_column(cell))] = _closeness(cell)
-    figure, axes = plt.subplots(figsize=(3 + 0.7 * len(columns), 1.6 + 0.24 * len(rows)))
+    draw_decades(values, rows, [column.replace("\n", ", ") for column in columns], _title(cells), path)
+
+
+def draw_decades(
+    values: Sequence[Sequence[float]], rows: Sequence[str], columns: Sequence[str], title: str, path: Path
+) -> None:
+    """Save a picture of decades between differences and tolerances, legible at the width of a page."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(
+        figsize=(4 + 0.24 * len(columns), 2.2 + 0.2 * len(rows)), layout="constrained"
+    )
     image = axes.imshow(values, aspect="auto", cmap="RdYlGn_r", vmin=-3, vmax=3)
-    axes.set_xticks(range(len(columns)), columns, fontsize=7)
-    axes.set_yticks(range(len(rows)), rows, fontsize=7)
-    axes.set_title(_title(cells), fontsize=9, loc="left")
-    bar: Any = figure.colorbar(image, ticks=[-3, 0, 3])
-    bar.ax.set_yticklabels(["a thousandth", "the tolerance", "a thousandfold"], fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    axes.set_xticks(range(len(columns)), columns, fontsize=9, rotation=90)
+    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    axes.set_title(title, fontsize=11, loc="left")
+    bar: Any = figure.colorbar(image, ticks=[-3, 0, 3], location="bottom", shrink=0.6, aspect=40)
+    bar.ax.set_xticklabels(["a thousandth", "the tolerance", "a thousandfold"], fontsize=9)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 

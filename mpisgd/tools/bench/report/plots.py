@@ -1,6 +1,7 @@
 """Measured rows as PNG files."""
 
 import itertools
+import re
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -8,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpisgd.errors import JobError
-from mpisgd.tools.bench.report.colours import COLOURS, GREY, colours_and_styles
+from mpisgd.tools.bench.report.colours import COLOURS, GREY, colour_of, colours_and_styles
 from mpisgd.tools.bench.report.rows import (
     AS_TEXT,
     LIMIT,
-    ONE_PROCESS,
     OURS,
     PING_PONG,
-    SHARED,
     as_bytes,
     unit_of,
 )
@@ -29,7 +28,7 @@ __all__ = ["need_matplotlib", "plot"]
 
 Row = dict[str, Any]
 
-NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 4, 7, 65
+NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 2, 7, 65  # two panels fill the width of a page
 NAME_CHARACTERS = 60  # in a legend
 PANEL_SIZES = {"strategies of text": (8, 6)}  # inches, where names are long
 STYLES = ("-", "--", ":")
@@ -194,15 +193,19 @@ def _draw_bars(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
         edge = ax.get_yaxis_transform()
         ax.text(0.99, place, f"{value:.2f}", transform=edge, ha="right", va="center", fontsize=8)
     ax.set_xlim(right=1.15 * max(high, default=1.0))
-    ax.tick_params(axis="y", labelsize=7)
-    ax.set(xlabel=f"x {what}, {AS_TEXT[unit](base)} (median, range)")
+    ax.tick_params(axis="y", labelsize=8)
+    ax.set_xlabel(f"x {what}, {AS_TEXT[unit](base)} (median, range)", fontsize=9)
 
 
 def _bar_colour(row: Row) -> str:
-    if row["variant"] in (OURS, SHARED):
-        return COLOURS[0]
-    if row["variant"] in ONE_PROCESS:
-        return COLOURS[1]
+    """Return the colour of the library that communicates, of one process, or of none."""
+    if row["variant"].startswith("none"):
+        return COLOURS[5]
+    if known := colour_of(row["variant"]):
+        return known
+    library = re.search(r"mpisgd|gloo|nccl", row["variant"])
+    if library:
+        return colour_of(library[0]) or COLOURS[2]
     return COLOURS[2] if row.get("communicates") else COLOURS[5]
 
 
