@@ -103,8 +103,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_buffers: usually `model.named_buffers()`. Strategies that average parameters then also average
             the floating-point buffers, such as the statistics of BatchNorm.
         check_start: whether the first step raises if the ranks have different parameters, or different
-            settings such as the learning rate. Where gradients are combined, settings are compared again
-            every 100 steps. Pass False if the difference is intended.
+            settings such as the learning rate. Where gradients are combined, both are compared again every
+            100 steps: settings that differ then raise, parameters that differ give a warning. Pass False if
+            the difference is intended.
         group: the ranks that train together, all of the job by default.
 
     Attributes:
