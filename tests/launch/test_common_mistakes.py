@@ -112,6 +112,7 @@ MISTAKES = {
         """,
         2,
     ),
+    "AttributeError: 'NoneType' object": ("mpisgd.all_reduce(torch.ones(1)).item()", 1),
     "DistributedOptimizer: this optimizer is distributed": (
         "wrap(model := net()); mpisgd.DistributedOptimizer(wrap(model))",
         1,
