@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from mpisgd.collectives.objects import allocate_tensors, broadcast_object, extra
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import laid_out
-from mpisgd.job.lifecycle import current_job, group_or_world
+from mpisgd.job.lifecycle import group_or_world
+from mpisgd.job.uncombined_training import watch_for_operations
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
-from mpisgd.monitor.step_counter import counter
 from mpisgd.parameters.parameter_names import agree_on
 from mpisgd.sharding.layerwise.offload_parameters import without_streamed
-from mpisgd.standard_error import print_to_user
 
 __all__ = [
     "Parameters",
@@ -65,32 +63,7 @@ def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None =
     if others:
         assert isinstance(params, MutableMapping)
         params.update(broadcast_object(others, src, group))
-    job = current_job()
-    if group is job.world and group.rank == 0 < group.size - 1:
-        job.before_end[:] = [each for each in job.before_end if not isinstance(each, _LastBroadcast)]
-        job.before_end.append(_LastBroadcast(group.queue.consistency.number, counter.words[0]))
-
-
-@dataclass(frozen=True)
-class _LastBroadcast:
-    """Tells the user, at the end, of a training that has combined nothing: nobody has wrapped the optimizer.
-
-    Attributes:
-        number: of the last operation of the latest broadcast.
-        steps: how many steps the optimizer had made by then that made the last one.
-    """
-
-    number: int
-    steps: int
-
-    def __call__(self) -> None:
-        """Look whether there were steps and no operations."""
-        job, taken = current_job(), counter.words[0] - self.steps
-        if job.groups == [job.world] and job.world.queue.consistency.number == self.number and taken > 0:
-            print_to_user(
-                f"warning: {taken} steps were taken after broadcast_parameters, and no operation of mpisgd: "
-                "each rank has trained a model of its own. Wrap the optimizer in mpisgd.DistributedOptimizer"
-            )
+    watch_for_operations(group)
 
 
 def name_tensors(name: str, params: Parameters) -> list[tuple[str, Any]]:
