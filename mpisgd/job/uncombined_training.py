@@ -1,6 +1,6 @@
 """A training whose ranks start equal and then combine nothing: nobody has wrapped the optimizer.
 
-Each rank then trains a model of its own, nothing fails, and the exit code is 0. The first rank warns at the end.
+Each rank then trains a model of its own, nothing fails, and the exit code is 0. The first rank warns of it.
 """
 
 from dataclasses import dataclass

@@ -124,7 +124,7 @@ class StepCycle:
 
     def _look_for_gradients(self) -> None:
         """Warn where the first steps had nothing to apply: the optimizer has parameters of another model."""
-        if self._idle_steps == IDLE_STEPS:
+        if self._idle_steps == IDLE_STEPS or self._window.uneven is not None:  # a rank may have no data there
             return
         training = self._synchronizer.training
         trained = [param for _, param in training.named if param.requires_grad]
