@@ -61,8 +61,12 @@ class GroupCommunicator(Communicator, Protocol):
     tag_limit: int
     only_thread: int | None
 
-    def duplicate(self) -> "GroupCommunicator":
-        """Return one of its own over the same ranks. Collective, as all of the following."""
+    def duplicate(self, *, apart: bool = False) -> "GroupCommunicator":
+        """Return one of its own over the same ranks. Collective, as all of the following.
+
+        Args:
+            apart: whether the loss of a rank leaves it to the others: what they send each other still comes.
+        """
 
     def same_host(self) -> "GroupCommunicator":
         """Return one over the ranks that can share memory with this one."""

@@ -17,13 +17,13 @@ different steps; and the mean may be taken during the next `overlap_steps` steps
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.arguments import check_count, check_positive, shown
+from mpisgd.arguments import check_count, check_positive, check_timeout, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -31,9 +31,12 @@ from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import COPY, alike, part
 from mpisgd.methods.diloco import paper
 from mpisgd.methods.diloco.fragments import cut, names_of_fragments
+from mpisgd.methods.diloco.outer import OuterOptimizer
+from mpisgd.methods.diloco.quorum.learner import Pace, QuorumSynchronizer
+from mpisgd.methods.diloco.quorum.rounds import Rule
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import ExampleCounts, mean_in_place
-from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no_momentum, yes
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, WEIGHTED, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
@@ -43,6 +46,18 @@ from mpisgd.methods.strategy.training import Training
 __all__ = ["DiLoCo"]
 
 BUFFERS = "buffers"  # the name of their mean
+GRACE_S = 10.0
+WEIGHTS = ("tokens", "equal")
+OF_QUORUM = ("quorum", "grace_s", "weights")  # fields
+OWN_PACE: Mapping[str, Any] = {
+    "of": "DiLoCo(quorum)",
+    "repeats": no("the result depends on timing"),
+    "uneven_data": no(
+        "each learner has its own pace: one that has no more data calls synchronizer.finish(); leave it out"
+    ),
+    "elastic": no("learners go on without the one that is lost; leave elastic.run out"),
+    "checkpoint": yes("has the model of each learner, and the outer parameters; for as many ranks"),
+}
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
@@ -65,7 +80,30 @@ class DiLoCo(Strategy):
         overlap_alpha: the weight of the parameters after these steps when they are mixed with the result of
             the outer step; 0 discards the steps.
 
+        quorum: learners that an outer step needs, or "all": each rank is a learner then, and trains at its
+            own pace. An outer step is taken with those that have arrived, as soon as the quorum is there and
+            `grace_s` after it is over, or all have come. One that arrives later takes part in the next one,
+            with its change since the outer parameters that it began from, and goes on from the newest ones
+            without waiting. After its last step a learner calls `optimizer.synchronizer.finish()`. None: all
+            ranks together, by a mean of their changes.
+        grace_s: with `quorum`, how many seconds learners wait for others once the quorum is there; 10 by
+            default.
+        weights: with `quorum`, what a change counts: "tokens": examples^2 / steps, with the examples that
+            `optimizer.synchronizer.next_batch(examples=)` was told of before each step, or as many as steps;
+            "equal". By default "tokens".
+
     Module buffers (`named_buffers`) are averaged whenever the first fragment is synchronized.
+
+    With `quorum` the first rank of the group has the outer parameters and a thread that serves the others: it
+    needs an MPI at thread level MULTIPLE. With all learners, and equal weights, the result is that without
+    `quorum`, to the last bit. Under `mpirun --with-ft ulfm` the loss of another rank than the first ends
+    nothing: nobody waits for it longer than `grace_s`, and no step has a collective operation in it. All
+    other collectives of the program raise `PeerLost` then. `state_dict()` of the first rank has the outer
+    parameters, and waits until the learners have come as far as this rank; as many ranks load what each of
+    them has saved, with others the training begins anew from the first rank's parameters.
+
+    Cost: every `sync_every` steps a learner sends its parameters to the first rank, and receives as many;
+        that one has a copy of what each learner has sent, and two of the parameters, in host memory.
     """
 
     sync_every: int = 100
@@ -74,6 +112,14 @@ class DiLoCo(Strategy):
     fragments: int = 1
     overlap_steps: int = 0
     overlap_alpha: float = 0.5
+    quorum: int | str | None = None
+    grace_s: float | None = None
+    weights: str | None = None
+
+    def __repr__(self) -> str:
+        lock_step = self.quorum is None
+        names = [each.name for each in fields(self) if not (lock_step and each.name in OF_QUORUM)]
+        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @classmethod
     def examples(cls) -> Sequence["DiLoCo"]:
@@ -96,7 +142,34 @@ class DiLoCo(Strategy):
             raise InvalidArgument(
                 f"DiLoCo: overlap_alpha={shown(self.overlap_alpha)}; expected a number from 0 to 1"
             )
+        self._check_quorum()
         self._check_outer()
+
+    def _check_quorum(self) -> None:
+        quorum = self.quorum
+        if quorum is None:
+            for name in ("grace_s", "weights"):
+                if getattr(self, name) is not None:
+                    raise InvalidArgument(f"DiLoCo: {name}={shown(getattr(self, name))} goes with quorum=")
+            return
+        if quorum != "all" and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
+            raise InvalidArgument(f'DiLoCo: quorum={shown(quorum)}; expected a number of learners, or "all"')
+        for name, other in (("overlap_steps", 0), ("fragments", 1)):
+            if getattr(self, name) != other:
+                raise InvalidArgument(
+                    f"DiLoCo: {name}={getattr(self, name)} does not go with quorum={shown(quorum)}: learners "
+                    "send all parameters, and wait for the outer step"
+                )
+        if self.grace_s is not None and self.grace_s != 0:
+            check_timeout("DiLoCo", "grace_s", self.grace_s)
+        if self.weights not in (None, *WEIGHTS):
+            raise InvalidArgument(f"DiLoCo: weights={shown(self.weights)}; expected one of {WEIGHTS}")
+
+    def rule(self, size: int) -> Rule:
+        """Return when an outer step of so many learners is due, with `quorum`."""
+        assert self.quorum is not None
+        quorum = size if isinstance(self.quorum, str) else self.quorum
+        return Rule(quorum, GRACE_S if self.grace_s is None else self.grace_s, self.weights != "equal")
 
     def _check_outer(self) -> None:
         cls = self.outer_optimizer
@@ -149,6 +222,8 @@ class DiLoCo(Strategy):
     @property
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
+        if self.quorum is not None:
+            return replace(LOCAL_STEPS, **OWN_PACE)
         elastic = yes("survivors go on from their own models, with the outer momentum")
         compression = Compressions("of changes", (no_momentum,))
         return replace(LOCAL_STEPS, compression=compression, uneven_data=yes(WEIGHTED), elastic=elastic)
@@ -167,12 +242,34 @@ class DiLoCo(Strategy):
                 f"not cut; expected at most {max(1, number)}"
             )
 
-    def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
+    def check_ranks(self, training: Training) -> None:
+        """Raise if there are fewer ranks than the quorum, or if MPI lacks what it needs."""
+        if self.quorum is None:
+            return
+        group = training.group
+        if isinstance(self.quorum, int) and self.quorum > group.size:
+            raise InvalidArgument(
+                f"DiLoCo: quorum={self.quorum}, and there are {group.size} learners: each rank is one"
+            )
+        if group.size > 1 and not group.queue.threads_allowed:
+            raise InvalidArgument(
+                f"DiLoCo: quorum={self.quorum!r} needs an MPI that runs at thread level MULTIPLE; this one "
+                "does not"
+            )
+
+    def synchronizer(self, training: Training) -> LocalSynchronizer:
         """Return the working part, which takes the outer steps."""
+        if self.quorum is not None:
+            rule, kind = self.rule(training.group.size), self.outer_optimizer
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            pace = Pace(self.sync_every, rule, self.make_outer, self.chosen_options, name)
+            return QuorumSynchronizer(training, pace)
         return DiLoCoSynchronizer(training, self)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
         """See `Strategy`."""
+        if self.quorum is not None:  # its events are repeated, see `mpisgd.tools.verification.replay`
+            return super().paper(size, lengths)
         given = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
         if self.outer_options is not None:
             given = {"lr": 1e-3, "momentum": 0.0, "nesterov": False, **self.outer_options}
@@ -241,26 +338,18 @@ class _Fragment:
         self._group = training.group
         self._mean = TensorMean(params, training.group, training.options, state.compression)
         self._number = str(number)
-        self._optimizer = self._make_optimizer(self._number)
+        self._outer = OuterOptimizer(
+            strategy.make_outer,
+            strategy.chosen_options,
+            {key: state.outer[key] for key in self._keys},
+            state.entries,
+            state.options.get(self._number, {}),
+        )
         self._wait: Callable[[], None] = lambda: None  # for what is on its way
-
-    def _make_optimizer(self, number: str) -> torch.optim.Optimizer:
-        """Return the outer optimizer, whose state is that of the method, from now on."""
-        state, outer = self._state, [self._state.outer[key] for key in self._keys]
-        made = self._strategy.make_outer(outer)
-        (group,) = made.param_groups
-        chosen = self._strategy.chosen_options
-        group.update({k: v for k, v in state.options.get(number, {}).items() if k not in chosen})
-        for key, param in zip(self._keys, outer, strict=True):
-            if state.entries.get(key):
-                made.state[param] = state.entries[key]
-            state.entries[key] = made.state[param]
-        return made
 
     def note_options(self) -> None:
         """Put the options of the outer optimizer, which some change by themselves, into the state."""
-        (group,) = self._optimizer.param_groups
-        self._state.options[self._number] = {name: v for name, v in group.items() if name != "params"}
+        self._state.options[self._number] = self._outer.options
 
     def is_due(self, step: int) -> bool:
         """Return whether anything is to be done after a step."""
@@ -275,53 +364,42 @@ class _Fragment:
             params: of this rank, all of them.
         """
         since, strategy, changes = step - self._first, self._strategy, self._state.changes
-        mine = [params[key] for key in self._keys]
+        mine = {key: params[key] for key in self._keys}
         if (
             any(key in changes for key in self._keys)
             and since % strategy.sync_every == strategy.overlap_steps
         ):
             self._finish(mine)
         if since >= 0 and since % strategy.sync_every == 0:
-            begun = torch._foreach_sub(self._outer_like(mine), mine)
+            outer = self._outer.like(mine)
+            begun = torch._foreach_sub(list(outer.values()), list(mine.values()))
             changes.update(zip(self._keys, begun, strict=True))
             counts = self._state.examples.of_mean(self._number, self._group)
             self._wait = self._mean.start(begun, counts, async_op=strategy.overlap_steps > 0)
             if not strategy.overlap_steps:
                 self._finish(mine)
 
-    def _outer_like(self, params: list[Tensor]) -> list[Tensor]:
-        """Return the outer parameters, of the dtypes that the parameters have now."""
-        outer = [self._state.outer[key] for key in self._keys]
-        if follow(outer, params, "DiLoCo"):
-            self._optimizer.load_state_dict(self._optimizer.state_dict())  # which casts its state, too
-            for key, param in zip(self._keys, outer, strict=True):
-                self._state.entries[key] = self._optimizer.state[param]
-        return outer
-
     def arrive(self) -> None:
         """Return when what is on its way has arrived; what fails is raised once."""
         wait, self._wait = self._wait, lambda: None
         wait()
 
-    def _finish(self, params: list[Tensor]) -> None:
+    def _finish(self, mine: Mapping[str, Tensor]) -> None:
         """Take the outer step, and go on from there.
 
         A state that was saved with other fragments may have changes of some of the parameters only.
         """
         self.arrive()
-        pairs = zip(self._outer_like(params), params, self._keys, strict=True)
-        due = [(z, param, self._state.changes.pop(k)) for z, param, k in pairs if k in self._state.changes]
-        outer, params, changes = (list(each) for each in zip(*due, strict=True))
-        follow(changes, params, "DiLoCo")
-        for param, change in zip(outer, changes, strict=True):
-            param.grad = change
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        outer, state = self._outer.like(mine), self._state
+        changes = {key: state.changes.pop(key) for key in self._keys if key in state.changes}
+        follow(list(changes.values()), [mine[key] for key in changes], "DiLoCo")
+        self._outer.step(changes)
+        params, new = [mine[key] for key in changes], [outer[key] for key in changes]
         alpha = self._strategy.overlap_alpha if self._strategy.overlap_steps else 0.0
         if alpha:
-            torch._foreach_lerp_(params, outer, 1 - alpha)
+            torch._foreach_lerp_(params, new, 1 - alpha)
         else:
-            torch._foreach_copy_(params, outer)
+            torch._foreach_copy_(params, new)
 
 
 class DiLoCoSynchronizer(LocalSynchronizer):

@@ -10,7 +10,7 @@ from mpisgd.job.lifecycle import current_job
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
 from mpisgd.methods.gossip.ad_psgd import pairwise_averaging
 from mpisgd.methods.gossip.ad_psgd.bipartite import Roles
-from mpisgd.methods.gossip.ad_psgd.flat_copy import FlatCopy
+from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.threads import scheduling
 
 ROLES = Roles(asks=(True, False), partners=((1,), (0,)))

@@ -23,7 +23,7 @@ from mpisgd.errors import CollectiveTimeout, NotInitialized
 from mpisgd.event_log import Entry, EventLog, Place
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.gossip.ad_psgd.bipartite import Roles
-from mpisgd.methods.gossip.ad_psgd.flat_copy import FlatCopy
+from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.threads import wait_registry
 from mpisgd.threads.scheduling import join, now_s, sleep, wait_for_event
 from mpisgd.threads.service_thread import InheritingThread

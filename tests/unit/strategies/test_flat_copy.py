@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mpisgd.methods.gossip.ad_psgd.flat_copy import FlatCopy
+from mpisgd.methods.strategy.flat_copy import FlatCopy
 
 
 def params() -> list[torch.Tensor]:

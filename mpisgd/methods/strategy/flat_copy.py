@@ -6,6 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.dtypes import ReduceOp
+from mpisgd.transport.torch_reduction import combine_in_rank_order
+
 __all__ = ["FlatCopy"]
 
 ALIGN_BYTES = 64
@@ -26,6 +29,7 @@ class FlatCopy:
 
     Attributes:
         memory: all of it, in bytes.
+        tensors: the place of each parameter in it, in its shape.
     """
 
     def __init__(self, like: Sequence[Tensor | _Form]) -> None:
@@ -37,7 +41,7 @@ class FlatCopy:
         self.memory = torch.zeros(sum(sizes), dtype=torch.uint8)
         parts = zip(self.memory.split_with_sizes(sizes), lengths.items(), strict=True)
         self._segments = {dtype: part[: n * dtype.itemsize].view(dtype) for part, (dtype, n) in parts}
-        self._tensors = self._views()
+        self.tensors = self._views()
 
     def _views(self) -> list[Tensor]:
         """Return the place of each parameter, in its shape."""
@@ -59,13 +63,13 @@ class FlatCopy:
     @torch.no_grad()
     def load(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters."""
-        for mine, param in zip(self._tensors, params, strict=True):
+        for mine, param in zip(self.tensors, params, strict=True):
             mine.copy_(param)
 
     @torch.no_grad()
     def unload(self, params: Sequence[Tensor]) -> None:
         """Copy it back into the parameters."""
-        for mine, param in zip(self._tensors, params, strict=True):
+        for mine, param in zip(self.tensors, params, strict=True):
             param.copy_(mine)
 
     def copy_(self, other: "FlatCopy") -> None:
@@ -76,3 +80,14 @@ class FlatCopy:
         """Add `share` of minuend - subtrahend; `minuend` has the difference then."""
         for dtype, mine in self._segments.items():
             mine.add_(minuend._segments[dtype].sub_(subtrahend._segments[dtype]), alpha=share)
+
+    def scale_(self, factor: float) -> None:
+        """Multiply by a number."""
+        for mine in self._segments.values():
+            mine.mul_(factor)
+
+    def become_mean(self, others: "Sequence[FlatCopy]") -> None:
+        """Take the mean with `others`, as an all-reduce of ranks in this order does, to the last bit."""
+        for dtype, mine in self._segments.items():
+            pieces = [mine, *(other._segments[dtype] for other in others)]
+            combine_in_rank_order(pieces, ReduceOp.AVG, out=mine)

@@ -1,0 +1,1 @@
+"""DiLoCo whose learners train at their own pace."""

@@ -1,0 +1,350 @@
+"""`QuorumSynchronizer`: a learner of `DiLoCo(quorum=)`, which trains at its own pace.
+
+Each rank is a learner. The first rank of the group has the outer parameters, too, and a thread that serves
+all learners; see `syncer`. No step has a collective operation in it, but the first one, and the first after a
+load: so a learner that is lost, stopped or slow is waited for by the quorum and the grace alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import check_positive
+from mpisgd.collectives.coalesced import broadcast_coalesced
+from mpisgd.core.consistency import Operation
+from mpisgd.errors import CollectiveTimeout, InvalidArgument, PeerLost
+from mpisgd.event_log import Entry, EventLog, Place, grads_of
+from mpisgd.interfaces.communicator import GroupCommunicator
+from mpisgd.method_state import REBUILD, own
+from mpisgd.methods.diloco.outer import OuterOptimizer
+from mpisgd.methods.diloco.quorum.link import Link
+from mpisgd.methods.diloco.quorum.messages import CLOSE, DONE, ENTER, FEW, MIXED, TAKE, Said, Told
+from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds, Rule
+from mpisgd.methods.diloco.quorum.syncer import PLACE, Syncer
+from mpisgd.methods.strategy.flat_copy import FlatCopy
+from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.training import Training
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
+
+__all__ = ["Pace", "QuorumSynchronizer"]
+
+NO_LIMIT_S = float("inf")
+
+
+class Pace(NamedTuple):
+    """What a learner needs to know of the strategy.
+
+    Attributes:
+        sync_every: steps from one change that it sends to the next.
+        rule: when an outer step is due.
+        make_outer: returns the outer optimizer of some tensors.
+        chosen: its arguments.
+        kind: the name of its class.
+    """
+
+    sync_every: int
+    rule: Rule
+    make_outer: Callable[[list[Tensor]], torch.optim.Optimizer]
+    chosen: Mapping[str, Any]
+    kind: str
+
+
+@dataclass
+class _State:
+    """What is kept from step to step; all of it is a rank's own.
+
+    Attributes:
+        base: the outer parameters that this learner began from.
+        version: of these.
+        steps: that it has taken since.
+        examples: that these were of.
+        counted: how many of the steps had a number of examples.
+        outer: on the first rank, what `Rounds` has: "version", "kind", "newest", "entries", "options" and
+            "pending"; {} elsewhere.
+    """
+
+    base: dict[str, Tensor] = own(default_factory=dict, lost=REBUILD)
+    version: int = own(0, lost=REBUILD)
+    steps: int = own(0, lost=REBUILD)
+    examples: int = own(0, lost=REBUILD)
+    counted: int = own(0, lost=REBUILD)
+    outer: dict[str, Any] = own(default_factory=dict, lost=REBUILD)
+
+
+class QuorumSynchronizer(LocalSynchronizer):
+    """Sends this learner's change every `sync_every` steps, and goes on from the outer parameters.
+
+    Attributes:
+        events: what is recorded of this learner, if anything: see `mpisgd.event_log`.
+        outer_events: what is recorded of the outer parameters, on the first rank.
+    """
+
+    events: EventLog | None = None
+    outer_events: EventLog | None = None
+
+    def __init__(self, training: Training, pace: Pace) -> None:
+        super().__init__(training)
+        self._pace = pace
+        self.state = _State()
+        self._link: Link | None = None
+        self._syncer: Syncer | None = None
+        self._communicator: GroupCommunicator | None = None
+        self._next_examples = 0
+        self._is_done = False
+        self._grads: dict[str, Tensor] = {}  # that are recorded
+
+    @property
+    def method(self) -> str:
+        """See `Synchronizer`: a state of the lock-step method is another one's."""
+        return "DiLoCo(quorum)"
+
+    @property
+    def why_fixed(self) -> str:
+        """See `Synchronizer`: the first rank has the outer parameters, and others their own versions."""
+        return "DiLoCo(quorum=) goes on without ranks that are lost; leave elastic.run and rebuild() out"
+
+    # -- the beginning and the end ------------------------------------------------------------------
+
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin from what the first rank has. Collective."""
+        self.state.base.update(self.common_copies(tensors))
+
+    def derive(self) -> None:
+        """Begin the exchanges, after those of before have ended. Collective."""
+        self.close()
+        self._is_done = False
+        group, params = self.training.group, self.tensors()
+        made: list[GroupCommunicator] = []
+        communicator = group.queue.communicator
+        operation = Operation("DiLoCo", extra="start of its rounds")
+        group.queue.run(operation, lambda: made.append(communicator.duplicate(apart=True)))
+        (self._communicator,) = made
+        form = FlatCopy([*params.values(), *self.buffers])
+        if group.rank == 0:
+            rounds = self._make_rounds(form, list(params))
+            self._syncer = Syncer(
+                self._communicator, rounds, self._pace.rule.quorum, self.outer_events
+            )
+        limit_s = group.queue.consistency.timeout_s
+        self._link = Link(self._communicator, form, group.name, group.ranks[0], limit_s)
+        group.job.at_end.append(self._end)
+        self.is_fresh = False
+
+    def _make_rounds(self, form: FlatCopy, keys: Sequence[str]) -> Rounds:
+        """Make the outer parameters, from the state where that has some."""
+        pace, saved, newest = self._pace, self.state.outer, form.new_like()
+        newest.load(saved["newest"] if saved else [*(self.state.base[key] for key in keys), *self.buffers])
+        same = bool(saved) and saved["kind"] == pace.kind
+        entries: dict[str, dict[str, Any]] = saved["entries"] if same else {}
+        outer = OuterOptimizer(
+            pace.make_outer,
+            pace.chosen,
+            dict(zip(keys, newest.tensors[: len(keys)], strict=True)),
+            entries,
+            saved["options"] if same else {},
+        )
+        rounds = Rounds(pace.rule, keys, newest, outer)
+        if saved:
+            rounds.version = saved["version"]
+            for each in saved["pending"]:
+                copy = form.new_like()
+                copy.load(each["change"])
+                rounds.pending.append(
+                    Contribution(each["learner"], each["steps"], each["examples"], each["is_counted"], copy)
+                )
+        return rounds
+
+    def close(self) -> None:
+        """End the exchanges. Collective, unless a rank is lost."""
+        if self._link is not None:
+            self.training.group.job.at_end.remove(self._end)
+            self._end()
+
+    def _end(self) -> None:
+        link, self._link = self._link, None
+        assert link is not None
+        if not self._is_done:
+            self._take(link.ask(Said(CLOSE)), into=None)
+        assert self._communicator is not None
+        if self._syncer is not None:
+            self._syncer.join()
+            self._syncer = None
+        if self.training.group.queue.broken is None:
+            self._communicator.free()
+        self._communicator = None
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """See `Synchronizer`.
+
+        Raises:
+            InvalidArgument: on every rank.
+        """
+        raise InvalidArgument(
+            "DiLoCo(quorum=): parameters cannot be added, since learners are at different steps; make the "
+            "optimizer with all of them, some with requires_grad=False"
+        )
+
+    # -- a step -------------------------------------------------------------------------------------
+
+    def next_batch(self, *, examples: int) -> None:
+        """Set the number of examples (or tokens) of this rank's next backward pass, for `weights="tokens"`.
+
+        Those of several passes before a step are added up. All learners call it before every step, or none.
+        """
+        check_positive("next_batch", "examples", examples, whole=True)
+        self._next_examples += examples
+
+    def before_step(self) -> None:
+        """See `LocalSynchronizer`."""
+        if self._is_done:
+            raise InvalidArgument("DiLoCo(quorum=): step() after synchronizer.finish()")
+        super().before_step()
+        if self.events is not None:
+            self._grads = grads_of(self.training.named)
+
+    def synchronize(self) -> None:
+        """Count a step; send the change where it is due, and go on from the outer parameters."""
+        state, examples = self.state, self._next_examples
+        self._next_examples = 0
+        state.steps += 1
+        state.examples += examples or 1
+        state.counted += examples > 0
+        if self.events is not None:
+            self._record("step", {**self._grads, "examples of the step": torch.tensor(examples or 1)})
+            self._grads = {}
+        if state.steps < self._pace.sync_every:
+            return
+        if self._pace.rule.by_examples and state.counted not in (0, state.steps):
+            raise InvalidArgument(
+                "DiLoCo(quorum=): next_batch(examples=) was called before some of the steps since the last "
+                'outer step, and not before others; call it before all, or take weights="equal"'
+            )
+        self._enter()
+
+    def _enter(self) -> None:
+        state, link, params = self.state, self._usable_link(), self.tensors()
+        if not link.form.fits([*params.values(), *self.buffers]):
+            raise InvalidArgument(
+                "DiLoCo(quorum=): parameters have other dtypes or shapes than at the first step; convert the "
+                "model before the optimizer is made"
+            )
+        changes = torch._foreach_sub([state.base[key] for key in params], list(params.values()))
+        link.form.load([*changes, *self.buffers])
+        said = Said(ENTER, state.version, state.steps, state.examples, int(state.counted > 0))
+        self._take(link.ask(said, sends=True), into=params)
+        state.steps = state.examples = state.counted = 0
+
+    def _usable_link(self) -> Link:
+        if self._link is None:
+            raise InvalidArgument("DiLoCo(quorum=): its exchanges were ended by mpisgd.shutdown()")
+        return self._link
+
+    def _take(self, told: Told, into: Mapping[str, Tensor] | None) -> None:
+        """Go on from what was received; `into` None: leave the parameters as they are."""
+        if told.kind != TAKE:
+            self._raise(told)
+        if into is None or self._link is None:
+            return
+        self._record("enter", number=told.entered)
+        self._record("take", number=told.taken)
+        self._link.form.unload([*into.values(), *self.buffers])
+        torch._foreach_copy_([self.state.base[key] for key in into], list(into.values()))
+        self.state.version = told.version
+
+    def _raise(self, told: Told) -> NoReturn:
+        quorum = self._pace.rule.quorum
+        if told.kind == FEW:
+            raise PeerLost(
+                f"DiLoCo(quorum={quorum}): {told.left} learners are left of {self.training.group.size}, so "
+                "that there is no quorum any more"
+            )
+        if told.kind == MIXED:
+            raise InvalidArgument(
+                "DiLoCo(quorum=): some learners have called next_batch(examples=), and others have not; call "
+                'it on all, or take weights="equal"'
+            )
+        if self._syncer is not None and self._syncer.error is not None:
+            raise self._syncer.error
+        raise PeerLost("DiLoCo(quorum=): rank 0 of the group has failed, which has the outer parameters")
+
+    def _record(self, what: str, g: Mapping[str, Tensor] | None = None, number: int | None = None) -> None:
+        if self.events is not None and number != 0:
+            place = None if number is None else Place(PLACE, number)
+            self.events.add(Entry(what, (self.training.group.rank,), g or {}, place=place))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Tell the others that this learner makes no more steps; return with the last outer parameters.
+
+        Waits until every other learner that is not lost has called it, too. Steps since this learner's last
+        outer step stay out, as they do of the consensus of any `DiLoCo`.
+        """
+        if self._link is None or self._is_done:
+            raise InvalidArgument("DiLoCo(quorum=): finish() comes once, after the last step")
+        told = self._link.ask(Said(DONE), limit_s=NO_LIMIT_S)
+        self._take(told._replace(entered=0), into=self.tensors())
+        self._is_done = True
+
+    # -- save and load ------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Copy what the first rank has of the outer parameters into its state, where they belong to it.
+
+        It waits until the other learners that are left have come as far as this rank. So where all ranks save
+        at the same step, what they save goes together.
+
+        Raises:
+            CollectiveTimeout: they have not.
+        """
+        if self.is_fresh or self._syncer is None or self._is_done:
+            return
+        syncer, limit_s = self._syncer, self.training.group.queue.consistency.timeout_s
+        reason = WaitReason("learners of DiLoCo that are not as far as this one", self.training.group.name)
+        if not Backoff(limit_s).wait_for(syncer.has_caught_up, about=lambda: reason):
+            raise CollectiveTimeout(
+                f"DiLoCo(quorum=): waited {limit_s:.1f} s for learners that are not as far as this one, to "
+                "save what all have together"
+            )
+        with syncer.lock:
+            rounds = syncer.rounds
+            self.state.outer = {
+                "version": rounds.version,
+                "kind": self._pace.kind,
+                "newest": [tensor.clone() for tensor in rounds.newest.tensors],
+                "entries": {
+                    key: {n: v.clone() if isinstance(v, Tensor) else v for n, v in entry.items()}
+                    for key, entry in rounds.outer.entries.items()
+                },
+                "options": rounds.outer.options,
+                "pending": [
+                    {**each._asdict(), "change": [t.clone() for t in each.copy.tensors]}
+                    for each in rounds.pending
+                ],
+            }
+            for each in self.state.outer["pending"]:
+                del each["copy"]
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the outer parameters and their buffers."""
+        outer = (entries[0]["own"] or {}).get("outer")
+        if not outer:
+            return super().consensus_of(replicas, entries)
+        return dict(zip(replicas[0], outer["newest"], strict=True))
+
+    def consensus(self) -> list[Tensor]:
+        """Return the outer parameters and their buffers, as they are on the first rank now. Collective."""
+        if self._link is None or self.is_fresh:
+            return list(super().consensus())
+        group, newest = self.training.group, self._link.form.new_like()
+        if self._syncer is not None:
+            with self._syncer.lock:
+                newest.copy_(self._syncer.rounds.newest)
+        broadcast_coalesced([newest.memory], group.ranks[0], group)
+        averaged = self.averaged
+        return [mine.to(like.device) for mine, like in zip(newest.tensors, averaged, strict=True)]

@@ -1,0 +1,104 @@
+"""`Link`: a learner's side of the messages to the rank with the outer parameters of `DiLoCo(quorum=)`."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mpisgd.errors import CollectiveTimeout, PeerLost
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
+from mpisgd.methods.diloco.quorum.messages import (
+    ASK_TAG,
+    CHANGE_TAG,
+    NEWEST_TAG,
+    TAKE,
+    TOLD_TAG,
+    Said,
+    Told,
+)
+from mpisgd.methods.strategy.flat_copy import FlatCopy
+from mpisgd.rma.patience import wait_patiently
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import add_pending_message, remove_pending_message
+
+__all__ = ["Link"]
+
+
+class Link:
+    """Says something, and waits for what it is told. The loss of another learner does not end that.
+
+    Args:
+        communicator: of the learners; its first rank has the outer parameters.
+        form: what is sent, and what is received.
+        group: name of the group.
+        server: the global rank of the first one.
+        timeout_s: how long it waits.
+
+    Attributes:
+        form: as given.
+    """
+
+    def __init__(
+        self, communicator: GroupCommunicator, form: FlatCopy, group: str, server: int, timeout_s: float
+    ) -> None:
+        self.form = form
+        self._communicator, self._group, self._server = communicator, group, server
+        self._timeout_s = timeout_s
+
+    def ask(self, said: Said, *, sends: bool = False, limit_s: float | None = None) -> Told:
+        """Say something; return what this learner is told, with the outer parameters in `form` if it is TAKE.
+
+        Args:
+            said: what.
+            sends: whether `form` follows.
+            limit_s: instead of the timeout.
+
+        Raises:
+            PeerLost: the first rank is lost.
+            CollectiveTimeout: it has not answered: there was no quorum.
+        """
+        communicator, words, told = self._communicator, said.words, Told().words
+        answer = communicator.irecv(told, 0, TOLD_TAG)
+        sent = [communicator.isend(words, 0, ASK_TAG)]
+        if sends:
+            sent.append(communicator.isend(self.form.memory, 0, CHANGE_TAG))
+        memory = (words, told, self.form.memory)
+        self._move(sent, memory)
+        self._wait([answer], memory, self._timeout_s if limit_s is None else limit_s)
+        heard = Told(*told.tolist())
+        if heard.kind == TAKE:
+            self._move([communicator.irecv(self.form.memory, 0, NEWEST_TAG)], memory)
+        return heard
+
+    def _move(self, requests: Sequence[Request], memory: tuple[Tensor, ...]) -> None:
+        """Wait for what is under way: messages of which each poll moves a part."""
+        add_pending_message(self)
+        try:
+            self._wait(requests, memory, self._timeout_s)
+        finally:
+            remove_pending_message(self)
+
+    def _wait(self, requests: Sequence[Request], memory: tuple[Tensor, ...], limit_s: float) -> None:
+        lost: list[PeerLost] = []
+
+        def ready() -> bool:
+            try:
+                return self._communicator.poll(requests)
+            except PeerLost as exc:
+                lost.append(exc)
+                return True
+
+        def reason() -> WaitReason:
+            return WaitReason("a quorum of the learners of DiLoCo", self._group)
+
+        done = wait_patiently(ready, limit_s, reason)
+        if lost or not done:
+            self._communicator.abandon(requests, memory)
+        if lost:
+            raise PeerLost(
+                f"DiLoCo(quorum=): rank {self._server} was lost, which has the outer parameters"
+            ) from lost[0]
+        if not done:
+            raise CollectiveTimeout(
+                f"DiLoCo(quorum=): waited {limit_s:.1f} s for a quorum of the learners; the others are late, "
+                "or have ended without synchronizer.finish()"
+            )

@@ -1,0 +1,59 @@
+"""What a learner of `DiLoCo(quorum=)` and the rank with the outer parameters tell each other."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["ASK_TAG", "CHANGE_TAG", "CLOSE", "DONE", "ENTER", "FAILED", "FEW", "MIXED", "NEWEST_TAG"]
+__all__ += ["TAKE", "TOLD_TAG", "Said", "Told"]
+
+ASK_TAG, CHANGE_TAG, TOLD_TAG, NEWEST_TAG = 1, 2, 3, 4
+# What a learner says: here is my change; I train no more; I end the exchanges, as all others do.
+ENTER, DONE, CLOSE = 1, 2, 3
+# What it is told: here are the outer parameters; or why there are none.
+TAKE, FEW, MIXED, FAILED = 1, 2, 3, 4
+
+
+class Said(NamedTuple):
+    """What a learner says.
+
+    Attributes:
+        kind: see above; after ENTER its change follows.
+        base: the version of the outer parameters that it began from.
+        steps, examples, is_counted: see `Contribution`.
+    """
+
+    kind: int = 0
+    base: int = 0
+    steps: int = 0
+    examples: int = 0
+    is_counted: int = 0
+
+    @property
+    def words(self) -> Tensor:
+        """The message."""
+        return torch.tensor(self, dtype=torch.int64)
+
+
+class Told(NamedTuple):
+    """What it is told.
+
+    Attributes:
+        kind: see above; after TAKE they follow.
+        version: of the outer parameters.
+        entered: number, among all that has happened to these, of its own entering.
+        taken: of its taking them.
+        left: how many learners there are.
+    """
+
+    kind: int = 0
+    version: int = 0
+    entered: int = 0
+    taken: int = 0
+    left: int = 0
+
+    @property
+    def words(self) -> Tensor:
+        """The message."""
+        return torch.tensor(self, dtype=torch.int64)

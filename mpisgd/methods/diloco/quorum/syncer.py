@@ -1,0 +1,268 @@
+"""`Syncer`: the thread of the rank that has the outer parameters of `DiLoCo(quorum=)`.
+
+    a learner, every `sync_every` steps      the syncer
+    sends its change                         notes it: it is of the round that is open
+                                             waits for the quorum, then for the grace: an outer step
+    receives the outer parameters            sends them to all of this round
+
+One that began from older outer parameters, since a round was over without it, is sent the newest ones at
+once: its change is of the round that is open, for which it does not wait. All receives are from a learner by
+its number: those of one that is lost fail alone.
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from mpisgd.errors import PeerLost
+from mpisgd.event_log import Entry, EventLog, Place
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
+from mpisgd.methods.diloco.quorum.messages import (
+    ASK_TAG,
+    CHANGE_TAG,
+    CLOSE,
+    DONE,
+    ENTER,
+    FAILED,
+    FEW,
+    MIXED,
+    NEWEST_TAG,
+    TAKE,
+    TOLD_TAG,
+    Said,
+    Told,
+)
+from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds
+from mpisgd.methods.strategy.flat_copy import FlatCopy
+from mpisgd.threads import wait_registry
+from mpisgd.threads.scheduling import join, now_s, sleep
+from mpisgd.threads.service_thread import InheritingThread
+
+__all__ = ["PLACE", "Syncer"]
+
+PLACE = "the outer parameters"  # in an event log
+SHORT_SLEEP_S, LONG_SLEEP_S = 0.0001, 0.005
+SHARE = 1 / 20  # a pause is this share of how long nothing has happened
+
+
+class _Learner:
+    """What is known of a learner.
+
+    Attributes:
+        rank: of the communicator.
+        said: where its next message comes.
+        request: of that.
+        change: what follows it, and its request; None where nothing is under way.
+        told: what is being sent to it, with the memory that it is sent from.
+        entered: the number of its last entering.
+        num_entered: how often it has entered.
+        waits: whether it waits for the end of the round.
+        is_done: whether it trains no more.
+        ends: whether it ends the exchanges.
+        is_lost: whether it is gone.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.said = Said().words
+        self.request: Request | None = None
+        self.change: tuple[FlatCopy, Request] | None = None
+        self.told: list[tuple[torch.Tensor, Request]] = []
+        self.entered = self.num_entered = 0
+        self.waits = self.is_done = self.ends = self.is_lost = False
+
+    def lose(self) -> None:
+        """Note that it is gone; what it has brought stays in its round."""
+        self.is_lost, self.waits, self.change, self.told = True, False, None, []
+
+
+class Syncer:
+    """Serves all learners, this rank's among them, from its making until all have ended or are lost.
+
+    Args:
+        communicator: of its own; the learners are its ranks.
+        rounds: the outer parameters.
+        quorum: learners that an outer step needs.
+        events: of what happens to the outer parameters; None: that is not recorded.
+
+    Attributes:
+        rounds: as given; `lock` before use.
+        lock: held while these change.
+        error: what has ended the thread, if anything.
+    """
+
+    def __init__(
+        self, communicator: GroupCommunicator, rounds: Rounds, quorum: int, events: EventLog | None
+    ) -> None:
+        self.rounds, self.lock = rounds, threading.Lock()
+        self.error: Exception | None = None
+        self._communicator, self._quorum, self._events = communicator, quorum, events
+        self._number = 0  # of what has happened to the outer parameters
+        self._has_ended = False
+        self._published = self._copy_of_newest()
+        self._learners = [_Learner(rank) for rank in range(communicator.size)]
+        for learner in self._learners:
+            self._listen(learner)
+        self._thread = InheritingThread(target=self._run, name="mpisgd DiLoCo", daemon=True)
+        self._thread.start()
+
+    def has_caught_up(self) -> bool:
+        """Return whether all learners that are left have come as far as this rank's, and go on training.
+
+        What they save then belongs to the outer parameters as they are.
+        """
+        with self.lock:
+            mine = self._learners[self._communicator.rank].num_entered
+            return self.error is not None or not any(
+                each.num_entered < mine or (each.num_entered == mine and each.waits)
+                for each in self._learners
+                if not (each.is_lost or each.is_done or each.ends)
+            )
+
+    def join(self) -> None:
+        """Wait until the thread has ended, as it does when all learners that are left have."""
+        join(self._thread, None)
+
+    # -- the thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        wait_registry.workers[threading.get_ident()] = lambda: False  # nobody's operation waits for it
+        last_s = now_s()
+        try:
+            with torch.no_grad():
+                while not self._is_over():
+                    if self._advance():
+                        last_s = now_s()
+                    is_sending = any(each.change or each.told for each in self._learners)
+                    waited_s = 0.0 if is_sending else now_s() - last_s
+                    sleep(min(LONG_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SHARE)))
+        except Exception as exc:  # whatever it is: without this thread the learners would wait in silence
+            self.error = exc
+            for learner in self._learners:
+                self._unless_lost(learner, lambda each: self._tell(each, FAILED))
+        finally:
+            for learner in self._learners:
+                requests = [learner.request] if learner.request is not None else []
+                requests += [request for _, request in (*learner.told, *filter(None, [learner.change]))]
+                self._communicator.abandon(requests, (learner.said, learner.told, learner.change))
+            del wait_registry.workers[threading.get_ident()]
+
+    def _is_over(self) -> bool:
+        return self._has_ended and not any(each.told for each in self._learners)
+
+    def _advance(self) -> bool:
+        """Go on with what is under way; return whether anything has happened."""
+        happened = False
+        for learner in self._learners:
+            if not learner.is_lost:
+                happened |= self._unless_lost(learner, self._serve)
+        with self.lock:
+            left = [each for each in self._learners if not each.is_lost]
+            training = {each.rank for each in left if not each.is_done}
+            if self.rounds.is_mixed:
+                self._refuse(MIXED)
+            elif len(left) < self._quorum:
+                self._refuse(FEW)
+            elif self.rounds.is_over(training, now_s()):
+                self._take_outer_step()
+                happened = True
+        if not self._has_ended and all(each.is_done or each.ends for each in left):
+            self._has_ended = happened = True
+            for learner in left:
+                self._unless_lost(learner, lambda each: self._tell(each, TAKE))
+        return happened
+
+    def _unless_lost(self, learner: _Learner, serve: Callable[[_Learner], bool]) -> bool:
+        try:
+            return serve(learner)
+        except PeerLost:
+            with self.lock:
+                learner.lose()
+            return True
+
+    def _serve(self, learner: _Learner) -> bool:
+        """Take what a learner says; return whether it was something."""
+        communicator = self._communicator
+        learner.told = [each for each in learner.told if not communicator.poll([each[1]])]
+        if learner.change is not None:
+            copy, request = learner.change
+            if not communicator.poll([request]):
+                return False
+            learner.change = None
+            self._enter(learner, copy)
+            return True
+        if learner.request is None or not communicator.poll([learner.request]):
+            return False
+        learner.request = None
+        said = Said(*learner.said.tolist())
+        if said.kind == ENTER:
+            copy = self.rounds.newest.new_like()
+            learner.change = copy, communicator.irecv(copy.memory, learner.rank, CHANGE_TAG)
+        elif said.kind == DONE:
+            learner.is_done = True
+        else:
+            assert said.kind == CLOSE, said
+            learner.ends = True
+        return True
+
+    def _listen(self, learner: _Learner) -> None:
+        learner.request = self._communicator.irecv(learner.said, learner.rank, ASK_TAG)
+
+    def _enter(self, learner: _Learner, copy: FlatCopy) -> None:
+        """Note a change that has come. One from older outer parameters gets the newest ones at once."""
+        said = Said(*learner.said.tolist())
+        with self.lock:
+            self.rounds.pending.append(
+                Contribution(learner.rank, said.steps, said.examples, bool(said.is_counted), copy)
+            )
+            learner.num_entered += 1
+            learner.entered, learner.waits = self._next_number(), True
+            if said.base < self.rounds.version and not self.rounds.is_mixed:
+                self._answer(learner, TAKE)
+        self._listen(learner)
+
+    # -- outer steps --------------------------------------------------------------------------------
+
+    def _take_outer_step(self) -> None:
+        learners = self.rounds.step()
+        self._published = self._copy_of_newest()
+        if self._events is not None:
+            self._events.add(Entry("outer", learners, place=Place(PLACE, self._next_number())))
+        for learner in self._learners:
+            if learner.waits:
+                self._answer(learner, TAKE)
+
+    def _refuse(self, why: int) -> None:
+        """Tell those that wait why there is no outer step."""
+        for learner in self._learners:
+            if learner.waits:
+                self._answer(learner, why)
+
+    def _answer(self, learner: _Learner, kind: int) -> None:
+        """Answer one that waits; `lock` is held."""
+        learner.waits = False
+        try:
+            self._tell(learner, kind)
+        except PeerLost:
+            learner.lose()
+
+    def _tell(self, learner: _Learner, kind: int) -> bool:
+        left = sum(not each.is_lost for each in self._learners)
+        told = Told(kind, self.rounds.version, learner.entered, self._next_number(), left).words
+        communicator = self._communicator
+        learner.told.append((told, communicator.isend(told, learner.rank, TOLD_TAG)))
+        if kind == TAKE:
+            memory = self._published.memory
+            learner.told.append((memory, communicator.isend(memory, learner.rank, NEWEST_TAG)))
+        return True
+
+    def _copy_of_newest(self) -> FlatCopy:
+        """Return a copy, which is sent while the next outer step may be taken."""
+        copy = self.rounds.newest.new_like()
+        copy.copy_(self.rounds.newest)
+        return copy
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
