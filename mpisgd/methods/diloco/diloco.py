@@ -27,20 +27,17 @@ from mpisgd.arguments import check_count, check_positive, check_timeout, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.method_state import COPY, alike, part
 from mpisgd.methods.diloco import paper
+from mpisgd.methods.diloco.fragment import Fragment, Rhythm, State
 from mpisgd.methods.diloco.fragments import cut, names_of_fragments
-from mpisgd.methods.diloco.outer import OuterOptimizer
+from mpisgd.methods.diloco.outer import OuterChoice
 from mpisgd.methods.diloco.quorum.learner import Pace, QuorumSynchronizer
 from mpisgd.methods.diloco.quorum.rounds import Rule
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.strategy.example_counts import ExampleCounts, mean_in_place
+from mpisgd.methods.strategy.example_counts import mean_in_place
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no, no_momentum, yes
-from mpisgd.methods.strategy.kept_tensors import follow
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, WEIGHTED, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
-from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
 
 __all__ = ["DiLoCo"]
@@ -220,6 +217,12 @@ class DiLoCo(Strategy):
             raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
 
     @property
+    def outer_choice(self) -> OuterChoice:
+        """The outer optimizer that is asked for."""
+        kind = self.outer_optimizer
+        return OuterChoice(self.make_outer, self.chosen_options, f"{kind.__module__}.{kind.__qualname__}")
+
+    @property
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
         if self.quorum is not None:
@@ -260,10 +263,8 @@ class DiLoCo(Strategy):
     def synchronizer(self, training: Training) -> LocalSynchronizer:
         """Return the working part, which takes the outer steps."""
         if self.quorum is not None:
-            rule, kind = self.rule(training.group.size), self.outer_optimizer
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            pace = Pace(self.sync_every, rule, self.make_outer, self.chosen_options, name)
-            return QuorumSynchronizer(training, pace)
+            rule = self.rule(training.group.size)
+            return QuorumSynchronizer(training, Pace(self.sync_every, rule, self.outer_choice))
         return DiLoCoSynchronizer(training, self)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
@@ -287,129 +288,14 @@ class DiLoCo(Strategy):
         )
 
 
-@dataclass
-class _State:
-    """What is kept from step to step; all ranks take the same outer steps.
-
-    Attributes:
-        waves: how many times parameters had been added before, by parameter. Those of a wave are cut into
-            fragments together.
-        outer: the parameters after the last outer step, at first where all ranks begin.
-        entries: the outer optimizer's state, by parameter.
-        options: of its groups, by fragment.
-        kind: its class: the state of another one is none of its own.
-        changes: the mean of the changes that is due and was not applied yet, by parameter.
-        examples: what each rank has stepped with.
-        compression: what compressors keep of the changes.
-    """
-
-    waves: dict[str, int] = alike(default_factory=dict)
-    outer: dict[str, Tensor] = alike(default_factory=dict, begin=COPY)
-    entries: dict[str, dict[str, Any]] = alike(default_factory=dict)
-    options: dict[str, dict[str, Any]] = alike(default_factory=dict)
-    kind: str = alike("")
-    changes: dict[str, Tensor] = alike(default_factory=dict)
-    examples: ExampleCounts = part(ExampleCounts)
-    compression: CompressionState = part(CompressionState)
-
-
-class _Fragment:
-    """Some parameters, and the outer optimizer of them.
-
-    Args:
-        number: of all fragments.
-        params: of this rank, by key.
-        first: the first step after which they are synchronised.
-        state: of all parameters.
-        training: its group and options.
-        strategy: see `DiLoCo`.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        params: Mapping[str, Tensor],
-        first: int,
-        state: _State,
-        training: Training,
-        strategy: DiLoCo,
-    ) -> None:
-        self._keys, self._first, self._strategy, self._state = list(params), first, strategy, state
-        self._group = training.group
-        self._mean = TensorMean(params, training.group, training.options, state.compression)
-        self._number = str(number)
-        self._outer = OuterOptimizer(
-            strategy.make_outer,
-            strategy.chosen_options,
-            {key: state.outer[key] for key in self._keys},
-            state.entries,
-            state.options.get(self._number, {}),
-        )
-        self._wait: Callable[[], None] = lambda: None  # for what is on its way
-
-    def note_options(self) -> None:
-        """Put the options of the outer optimizer, which some change by themselves, into the state."""
-        self._state.options[self._number] = self._outer.options
-
-    def is_due(self, step: int) -> bool:
-        """Return whether anything is to be done after a step."""
-        phase = (step - self._first) % self._strategy.sync_every
-        return phase in (0, self._strategy.overlap_steps)
-
-    def after(self, step: int, params: Mapping[str, Tensor]) -> None:
-        """Do what is due after a step. Collective where anything is.
-
-        Args:
-            step: its number.
-            params: of this rank, all of them.
-        """
-        since, strategy, changes = step - self._first, self._strategy, self._state.changes
-        mine = {key: params[key] for key in self._keys}
-        if (
-            any(key in changes for key in self._keys)
-            and since % strategy.sync_every == strategy.overlap_steps
-        ):
-            self._finish(mine)
-        if since >= 0 and since % strategy.sync_every == 0:
-            outer = self._outer.like(mine)
-            begun = torch._foreach_sub(list(outer.values()), list(mine.values()))
-            changes.update(zip(self._keys, begun, strict=True))
-            counts = self._state.examples.of_mean(self._number, self._group)
-            self._wait = self._mean.start(begun, counts, async_op=strategy.overlap_steps > 0)
-            if not strategy.overlap_steps:
-                self._finish(mine)
-
-    def arrive(self) -> None:
-        """Return when what is on its way has arrived; what fails is raised once."""
-        wait, self._wait = self._wait, lambda: None
-        wait()
-
-    def _finish(self, mine: Mapping[str, Tensor]) -> None:
-        """Take the outer step, and go on from there.
-
-        A state that was saved with other fragments may have changes of some of the parameters only.
-        """
-        self.arrive()
-        outer, state = self._outer.like(mine), self._state
-        changes = {key: state.changes.pop(key) for key in self._keys if key in state.changes}
-        follow(list(changes.values()), [mine[key] for key in changes], "DiLoCo")
-        self._outer.step(changes)
-        params, new = [mine[key] for key in changes], [outer[key] for key in changes]
-        alpha = self._strategy.overlap_alpha if self._strategy.overlap_steps else 0.0
-        if alpha:
-            torch._foreach_lerp_(params, new, 1 - alpha)
-        else:
-            torch._foreach_copy_(params, new)
-
-
 class DiLoCoSynchronizer(LocalSynchronizer):
     """Synchronises fragments after the steps that `DiLoCo` names."""
 
     def __init__(self, training: Training, strategy: DiLoCo) -> None:
         super().__init__(training)
         self._strategy = strategy
-        self._fragments: list[_Fragment] = []
-        self.state = _State()
+        self._fragments: list[Fragment] = []
+        self.state = State()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Synchronizer`: what is there already is of an earlier wave."""
@@ -421,9 +307,10 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         """Make the fragments: those of the first parameters, and one of each later wave."""
         self.arrive()
         state, strategy, params = self.state, self._strategy, self.tensors()
-        kind = f"{strategy.outer_optimizer.__module__}.{strategy.outer_optimizer.__qualname__}"
-        if state.kind != kind:
-            state.kind, state.entries, state.options = kind, {}, {}
+        choice = strategy.outer_choice
+        rhythm = Rhythm(strategy.sync_every, strategy.overlap_steps, strategy.overlap_alpha)
+        if state.kind != choice.kind:
+            state.kind, state.entries, state.options = choice.kind, {}, {}
         self._fragments = []
         state.compression.move_to([])
         for wave in sorted(set(state.waves.values())):
@@ -433,7 +320,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
                 first = place * strategy.sync_every // strategy.fragments
                 number = len(self._fragments)
                 state.examples.begin(str(number), again=False)
-                self._fragments.append(_Fragment(number, each, first, state, self.training, strategy))
+                self._fragments.append(Fragment(number, each, first, state, self.training, rhythm, choice))
 
     def arrive(self) -> None:
         """See `Synchronizer`."""

@@ -1,22 +1,35 @@
-"""`OuterOptimizer`: the outer optimizer of some parameters, with its state where the method keeps it."""
+"""The outer optimizer: which one is asked for, and that of some parameters, with the state that is kept."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpisgd.methods.strategy.kept_tensors import follow
 
-__all__ = ["OuterOptimizer"]
+__all__ = ["OuterChoice", "OuterOptimizer"]
+
+
+class OuterChoice(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        make: returns the outer optimizer of some tensors.
+        chosen: its arguments, defaults included.
+        kind: the name of its class: the state of another one is none of its own.
+    """
+
+    make: Callable[[list[Tensor]], torch.optim.Optimizer]
+    chosen: Mapping[str, Any]
+    kind: str
 
 
 class OuterOptimizer:
     """Steps along mean changes of parameters.
 
     Args:
-        make: returns the outer optimizer of some tensors.
-        chosen: its arguments.
+        choice: which one.
         outer: the outer parameters, by key; changed in place by each step.
         entries: its state, by key of the parameter; what is there already is taken over.
         options: of its group, which some optimizers change by themselves.
@@ -27,16 +40,15 @@ class OuterOptimizer:
 
     def __init__(
         self,
-        make: Callable[[list[Tensor]], torch.optim.Optimizer],
-        chosen: Mapping[str, Any],
+        choice: OuterChoice,
         outer: Mapping[str, Tensor],
         entries: dict[str, dict[str, Any]],
         options: Mapping[str, Any],
     ) -> None:
         self._outer, self.entries = outer, entries
-        self._optimizer = make(list(outer.values()))
+        self._optimizer = choice.make(list(outer.values()))
         (group,) = self._optimizer.param_groups
-        group.update({name: value for name, value in options.items() if name not in chosen})
+        group.update({name: value for name, value in options.items() if name not in choice.chosen})
         for key, param in outer.items():
             if entries.get(key):
                 self._optimizer.state[param] = entries[key]

@@ -13,7 +13,7 @@ from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
-from mpisgd.methods.diloco import diloco
+from mpisgd.methods.diloco import fragment
 from mpisgd.methods.elastic_averaging import elastic_averaging
 from mpisgd.methods.gossip import mixer
 from mpisgd.methods.sharded import synchronizer as sharded_synchronizer
@@ -132,7 +132,7 @@ MUTATIONS = {
     ),
     "gossip mixes by the next matrix": Mutation(mixer, "mix", _mixes_by_another_matrix, uses("OnePeer")),
     "DiLoCo is due a step later": Mutation(
-        diloco._Fragment, "is_due", lambda due: lambda self, step: due(self, step - 1), uses("DiLoCo")
+        fragment.Fragment, "is_due", lambda due: lambda self, step: due(self, step - 1), uses("DiLoCo")
     ),
     "elastic averaging counts from another centre": Mutation(
         elastic_averaging, "follow", _follows_nothing, uses("ElasticAveraging")

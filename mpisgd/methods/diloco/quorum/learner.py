@@ -5,7 +5,7 @@ all learners; see `syncer`. No step has a collective operation in it, but the fi
 load: so a learner that is lost, stopped or slow is waited for by the quorum and the grace alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +19,7 @@ from mpisgd.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from mpisgd.event_log import Entry, EventLog, Place, grads_of
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.method_state import REBUILD, own
-from mpisgd.methods.diloco.outer import OuterOptimizer
+from mpisgd.methods.diloco.outer import OuterChoice, OuterOptimizer
 from mpisgd.methods.diloco.quorum.link import Link
 from mpisgd.methods.diloco.quorum.messages import CLOSE, DONE, ENTER, FEW, MIXED, TAKE, Said, Told
 from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds, Rule
@@ -41,16 +41,12 @@ class Pace(NamedTuple):
     Attributes:
         sync_every: steps from one change that it sends to the next.
         rule: when an outer step is due.
-        make_outer: returns the outer optimizer of some tensors.
-        chosen: its arguments.
-        kind: the name of its class.
+        outer: the outer optimizer.
     """
 
     sync_every: int
     rule: Rule
-    make_outer: Callable[[list[Tensor]], torch.optim.Optimizer]
-    chosen: Mapping[str, Any]
-    kind: str
+    outer: OuterChoice
 
 
 @dataclass
@@ -127,7 +123,11 @@ class QuorumSynchronizer(LocalSynchronizer):
         if group.rank == 0:
             rounds = self._make_rounds(form, list(params))
             self._syncer = Syncer(
-                self._communicator, rounds, self._pace.rule.quorum, self.outer_events
+                self._communicator,
+                rounds,
+                self._pace.rule.quorum,
+                self.outer_events,
+                lambda: not group.is_usable,
             )
         limit_s = group.queue.consistency.timeout_s
         self._link = Link(self._communicator, form, group.name, group.ranks[0], limit_s)
@@ -138,11 +138,10 @@ class QuorumSynchronizer(LocalSynchronizer):
         """Make the outer parameters, from the state where that has some."""
         pace, saved, newest = self._pace, self.state.outer, form.new_like()
         newest.load(saved["newest"] if saved else [*(self.state.base[key] for key in keys), *self.buffers])
-        same = bool(saved) and saved["kind"] == pace.kind
+        same = bool(saved) and saved["kind"] == pace.outer.kind
         entries: dict[str, dict[str, Any]] = saved["entries"] if same else {}
         outer = OuterOptimizer(
-            pace.make_outer,
-            pace.chosen,
+            pace.outer,
             dict(zip(keys, newest.tensors[: len(keys)], strict=True)),
             entries,
             saved["options"] if same else {},
@@ -313,7 +312,7 @@ class QuorumSynchronizer(LocalSynchronizer):
             rounds = syncer.rounds
             self.state.outer = {
                 "version": rounds.version,
-                "kind": self._pace.kind,
+                "kind": self._pace.outer.kind,
                 "newest": [tensor.clone() for tensor in rounds.newest.tensors],
                 "entries": {
                     key: {n: v.clone() if isinstance(v, Tensor) else v for n, v in entry.items()}

@@ -44,8 +44,9 @@ class DecoupledDiLoCo(Paper[State]):
     by_examples: bool = True
 
     def start(self, x: Vecs, w: World) -> State:
-        theta, zeros = x[w.ranks[0]], dict.fromkeys(w.ranks, 0)
-        return State(theta, theta * 0.0, (), dict.fromkeys(w.ranks, theta), zeros, zeros)
+        theta = x[w.ranks[0]]
+        steps, examples = dict.fromkeys(w.ranks, 0), dict.fromkeys(w.ranks, 0.0)
+        return State(theta, theta * 0.0, (), dict.fromkeys(w.ranks, theta), steps, examples)
 
     def event(self, s: State, x: Vecs, e: Event, w: World) -> tuple[State, Vecs]:
         i = e.ranks[0]

@@ -85,6 +85,7 @@ class Syncer:
         rounds: the outer parameters.
         quorum: learners that an outer step needs.
         events: of what happens to the outer parameters; None: that is not recorded.
+        is_given_up: whether the ranks are no job any more, which ends the thread, too.
 
     Attributes:
         rounds: as given; `lock` before use.
@@ -93,11 +94,17 @@ class Syncer:
     """
 
     def __init__(
-        self, communicator: GroupCommunicator, rounds: Rounds, quorum: int, events: EventLog | None
+        self,
+        communicator: GroupCommunicator,
+        rounds: Rounds,
+        quorum: int,
+        events: EventLog | None,
+        is_given_up: Callable[[], bool],
     ) -> None:
         self.rounds, self.lock = rounds, threading.Lock()
         self.error: Exception | None = None
         self._communicator, self._quorum, self._events = communicator, quorum, events
+        self._is_given_up = is_given_up
         self._number = 0  # of what has happened to the outer parameters
         self._has_ended = False
         self._published = self._copy_of_newest()
@@ -149,7 +156,7 @@ class Syncer:
             del wait_registry.workers[threading.get_ident()]
 
     def _is_over(self) -> bool:
-        return self._has_ended and not any(each.told for each in self._learners)
+        return self._is_given_up() or (self._has_ended and not any(each.told for each in self._learners))
 
     def _advance(self) -> bool:
         """Go on with what is under way; return whether anything has happened."""

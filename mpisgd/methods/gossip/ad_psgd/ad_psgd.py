@@ -28,9 +28,9 @@ from mpisgd.event_log import Entry, EventLog, grads_of
 from mpisgd.gossip.graph import Graph
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.methods.gossip.ad_psgd.bipartite import roles_of
-from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.methods.gossip.ad_psgd.pairwise_averaging import PairwiseAveraging
 from mpisgd.methods.gossip.mixer import NAME, Mixer
+from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.methods.strategy.training import Training
 
 __all__ = ["Asynchronous"]

@@ -1,0 +1,356 @@
+"""`DiLoCo(quorum=)`: learners at their own pace are what its paper makes of the same events."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from event_programs import Recorded, assert_replayed, record
+from paper_programs import Program, by_mpisgd, momentum, sgd
+from torch import Tensor, nn
+
+import mpisgd
+from mpisgd import DiLoCo
+from mpisgd.errors import InvalidArgument, PeerLost
+from mpisgd.job.threads_as_ranks import LOST, lose_ranks, run_ranks
+from mpisgd.threads import scheduling
+
+CLOSE = 1e-12  # of the largest element: torch's outer SGD adds and multiplies in one operation
+PROGRAM = Program(size=4, steps=12, dyadic=False, make=momentum)
+LATE = [  # a learner in PROGRAM pauses up to 0.04 s in a step
+    DiLoCo(2, quorum=1, grace_s=0),
+    DiLoCo(2, quorum=2, grace_s=0.005),
+    DiLoCo(3, quorum=3, grace_s=0.001, weights="equal"),
+    DiLoCo(2, quorum=2, grace_s=60),
+]
+
+
+def recorded(strategy: DiLoCo, seed: int, program: Program = PROGRAM) -> list[Recorded]:
+    return run_ranks(program.size, lambda: record(program, strategy, seed), seed=seed)
+
+
+@pytest.mark.parametrize("strategy", LATE, ids=repr)
+def test_the_paper_repeats_what_happened(strategy):
+    for seed in range(3):
+        assert_replayed(PROGRAM, strategy, recorded(strategy, seed), close=CLOSE)
+
+
+def test_schedules_have_rounds_of_few_and_learners_that_come_twice_to_one():
+    seen = Counter()
+    for seed in range(6):
+        for entry in recorded(LATE[1], seed)[0].outer:
+            seen["few"] += len(set(entry.ranks)) < PROGRAM.size
+            seen["twice"] += len(set(entry.ranks)) < len(entry.ranks)
+            seen["late"] += entry.ranks != tuple(range(PROGRAM.size))
+    assert min(seen[name] for name in ("few", "twice", "late")) > 0, seen
+
+
+@pytest.mark.parametrize("make", [sgd, momentum])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_learners_of_equal_weights_are_diloco_to_the_last_bit(size, make):
+    program = replace(PROGRAM, size=size, make=make, steps=7)
+    for options in ({}, {"outer_options": {"lr": 0.5, "momentum": 0.25}}):
+        together = by_mpisgd(program, strategy=DiLoCo(2, **options))
+        alone = by_mpisgd(program, strategy=DiLoCo(2, quorum="all", **options))
+        assert_same(together, alone)
+
+
+def assert_same(expected: Any, found: Any) -> None:
+    for mine, theirs in zip(expected, found, strict=True):
+        for before, after in zip(mine, theirs, strict=True):
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_learners_with_different_numbers_of_steps_end_with_the_same_parameters():
+    for seed in range(3):
+        found = run_ranks(4, lambda s=seed: record(PROGRAM, LATE[1], s, more=3 * mpisgd.rank()), seed=seed)
+        assert_replayed(PROGRAM, LATE[1], found, close=CLOSE)
+        for one in found[1:]:
+            assert all(torch.equal(one.params[name], found[0].params[name]) for name in one.params)
+
+
+# -- lost, stopped, slow -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_learner_that_is_lost_is_no_event_for_the_others(seed):
+    """And counts with what it has brought: the paper repeats that, too."""
+    strategy, gone = DiLoCo(2, quorum=2, grace_s=0.02), {}
+
+    def die(step: int, so_far: Recorded) -> None:
+        if (mpisgd.rank(), step) in ((1, 5), (3, 8)):
+            gone[mpisgd.rank()] = copy.deepcopy(so_far)
+            lose_ranks(mpisgd.rank())
+
+    found = run_ranks(4, lambda: record(PROGRAM, strategy, seed, before_step=die), seed=seed, losses=[])
+    assert [one is LOST for one in found] == [False, True, False, True]
+    both = [gone.get(rank, one) for rank, one in enumerate(found)]
+    assert_replayed(PROGRAM, strategy, both, close=CLOSE)
+    assert not {1, 3} & {rank for entry in found[0].outer[-2:] for rank in entry.ranks}
+
+
+def stops(strategy: DiLoCo, stopped: int, at: int, pause_s: float, steps: int = 12) -> list[list[float]]:
+    """Return how long each step has taken on each learner, of which one pauses before a step."""
+
+    def train() -> list[float]:
+        took, params = [], PROGRAM.start()
+        optimizer: Any = mpisgd.DistributedOptimizer(sgd(list(params.values())), strategy=strategy)
+        for step in range(steps):
+            scheduling.sleep(pause_s if (mpisgd.rank(), step) == (stopped, at) else 0.01)
+            PROGRAM.loss(params, 0, PROGRAM.terms(mpisgd.rank(), step)[0]).backward()
+            began_s = scheduling.now_s()
+            optimizer.step()
+            took.append(scheduling.now_s() - began_s)
+        optimizer.synchronizer.finish()
+        return took
+
+    return run_ranks(3, train, seed=2)
+
+
+def test_nobody_waits_longer_than_the_grace_for_one_that_is_not_there():
+    took = stops(DiLoCo(2, quorum=2, grace_s=0.5), stopped=1, at=5, pause_s=30.0)
+    longest = [max(each) for each in took]
+    assert 0.5 <= max(longest) < 0.6, longest
+    assert longest[1] < 0.1, longest  # which comes late to a round of others, and goes on at once
+
+
+def test_nobody_waits_where_all_have_come():
+    took = stops(DiLoCo(2, quorum=2, grace_s=500), stopped=1, at=5, pause_s=0.02)
+    assert max(max(each) for each in took) < 0.2, took
+
+
+def test_learners_that_can_be_no_quorum_any_more_are_told():
+    strategy = DiLoCo(2, quorum=3, grace_s=0.01)
+
+    def die(step: int, so_far: Recorded) -> None:
+        if mpisgd.rank() in (1, 2) and step == 4:
+            lose_ranks(mpisgd.rank())
+
+    found = run_ranks(4, lambda: record(PROGRAM, strategy, 1, before_step=die), losses=[])
+    for rank in (0, 3):
+        assert isinstance(found[rank], PeerLost)
+        assert "quorum=3): 2 learners are left of 4" in str(found[rank])
+
+
+def test_the_loss_of_the_outer_parameters_is_told():
+    def die(step: int, so_far: Recorded) -> None:
+        if (mpisgd.rank(), step) == (0, 4):
+            lose_ranks(0)
+
+    found = run_ranks(3, lambda: record(PROGRAM, LATE[1], 1, before_step=die), losses=[])
+    for one in found[1:]:
+        assert isinstance(one, PeerLost)
+        assert "rank 0 was lost, which has the outer parameters" in str(one)
+
+
+# -- saved and loaded ----------------------------------------------------------------------------------
+
+
+def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
+    """Where nobody is late, so that both have the same events; saved in a round, and between two."""
+    strategy = DiLoCo(3, quorum=3, grace_s=0.5, outer_optimizer=torch.optim.Adam)
+
+    def train(saved_at: int) -> list[dict[str, Tensor]]:
+        params, rows = PROGRAM.start(), []
+        optimizer = wrapped(params, strategy)
+        for step in range(11):
+            if step == saved_at:
+                saved = copy.deepcopy((dict(params), optimizer.state_dict()))
+                params, optimizer = saved[0], wrapped(saved[0], strategy)
+                optimizer.load_state_dict(saved[1])
+            one_step(params, optimizer, step)
+            rows.append({name: param.detach().clone() for name, param in params.items()})
+        return rows
+
+    expected = run_ranks(3, lambda: train(-1))
+    for saved_at in (5, 6):
+        assert_same(expected, run_ranks(3, lambda at=saved_at: train(at)))
+
+
+def wrapped(params: dict[str, nn.Parameter], strategy: DiLoCo) -> Any:
+    return mpisgd.DistributedOptimizer(
+        momentum(list(params.values())), params.items(), strategy=strategy, check_start=False
+    )
+
+
+def one_step(params: dict[str, nn.Parameter], optimizer: Any, step: int) -> None:
+    rank = mpisgd.rank()
+    optimizer.zero_grad()
+    PROGRAM.loss(params, rank, PROGRAM.terms(rank, step)[0]).backward()
+    optimizer.synchronizer.next_batch(examples=1 + (rank + step) % 3)
+    optimizer.step()
+
+
+def test_what_has_arrived_for_an_open_round_is_saved():
+    """Learner 2 is late, goes on, and all save before its change is in an outer step."""
+    strategy = DiLoCo(2, quorum=2, grace_s=0)
+
+    def train() -> Any:
+        params = PROGRAM.start()
+        optimizer = wrapped(params, strategy)
+        for step in range(2):
+            scheduling.sleep(0.5 * (mpisgd.rank() == 2))
+            one_step(params, optimizer, step)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        scheduling.sleep(0.5 * (mpisgd.rank() == 2))
+        for step in range(2, 4):
+            one_step(params, optimizer, step)
+        outer = optimizer.synchronizer.outer_events
+        optimizer.synchronizer.finish()
+        return saved["mpisgd"]["own"], outer
+
+    own = [one for one, _ in run_ranks(3, train)]
+    assert [each["learner"] for each in own[0]["outer"]["pending"]] == [2]
+    assert [one["version"] for one in own] == [1, 1, 1]
+    assert own[1]["outer"] == own[2]["outer"] == {}
+
+
+# -- what goes, and what is refused --------------------------------------------------------------------
+
+
+def test_buffers_are_averaged_with_the_parameters():
+    def train(strategy: DiLoCo) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+        for place, param in enumerate(model.parameters()):
+            param.data = torch.linspace(-1, 1 + place, param.numel()).view_as(param).double()
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            strategy=strategy,
+            named_buffers=model.named_buffers(),
+        )
+        draw = torch.Generator().manual_seed(mpisgd.rank())
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, generator=draw, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        with optimizer.consensus():
+            return [tensor.clone() for tensor in model.state_dict().values()]
+
+    together = run_ranks(3, lambda: train(DiLoCo(2)))
+    alone = run_ranks(3, lambda: train(DiLoCo(2, quorum="all")))
+    for mine, theirs in zip(together, alone, strict=True):
+        for place, (before, after) in enumerate(zip(mine, theirs, strict=True)):
+            # Between outer steps the consensus has the buffers of the last one, and not those of now.
+            is_parameter = place in (0, 1, 2, 3, 7, 8)
+            assert torch.equal(before, after) or not is_parameter, place
+
+
+def test_muon_inside():
+    def train(strategy: DiLoCo) -> list[Tensor]:
+        params = [nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8)), nn.Parameter(torch.ones(8, 8))]
+        optimizer: Any = mpisgd.DistributedOptimizer(torch.optim.Muon(params, lr=0.02), strategy=strategy)
+        for step in range(5):
+            optimizer.zero_grad()
+            (params[0] @ params[1] - mpisgd.rank() - step).square().mean().backward()
+            optimizer.step()
+        return [param.detach().clone() for param in params]
+
+    together, alone = (
+        run_ranks(3, lambda s=strategy: train(s)) for strategy in (DiLoCo(2), DiLoCo(2, quorum="all"))
+    )
+    for mine, theirs in zip(together, alone, strict=True):
+        assert all(torch.equal(before, after) for before, after in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"overlap_steps": 1}, "overlap_steps=1 does not go with quorum=2"),
+        ({"fragments": 2}, "fragments=2 does not go with quorum=2"),
+        ({"quorum": 0}, "quorum=0; expected a number of learners"),
+        ({"quorum": 1.0}, "quorum=1.0; expected a number of learners"),
+        ({"quorum": None, "grace_s": 1}, "grace_s=1 goes with quorum="),
+        ({"quorum": None, "weights": "equal"}, "weights='equal' goes with quorum="),
+        ({"weights": "bytes"}, "weights='bytes'; expected one of"),
+        ({"grace_s": -1.0}, "grace_s=-1.0; expected a positive"),
+    ],
+)
+def test_what_does_not_go_is_refused(options, text):
+    with pytest.raises(InvalidArgument, match=text):
+        DiLoCo(2, **{"quorum": 2, **options})
+
+
+def refusals(program: Any, size: int = 2) -> list[str]:
+    """Return what each rank has raised."""
+
+    def train() -> str:
+        with pytest.raises(InvalidArgument) as caught:
+            program(PROGRAM.start())
+        return str(caught.value)
+
+    return run_ranks(size, train)
+
+
+def assert_refused(program: Any, text: str) -> None:
+    """Fail unless every rank has raised this."""
+    assert all(text in told for told in refusals(program))
+
+
+def test_more_learners_than_ranks_are_refused():
+    assert_refused(lambda params: wrapped(params, DiLoCo(2, quorum=3)), "quorum=3, and there are 2 learners")
+
+
+def test_compression_is_refused():
+    def compress(params: dict[str, nn.Parameter]) -> None:
+        mpisgd.DistributedOptimizer(
+            sgd(list(params.values())),
+            strategy=DiLoCo(2, quorum=2),
+            compression=mpisgd.Compression.bf16,
+        )
+
+    assert_refused(compress, "what a rank sends travels as it is")
+
+
+def test_added_parameters_are_refused():
+    def add(params: dict[str, nn.Parameter]) -> None:
+        optimizer = wrapped(params, DiLoCo(2, quorum=2))
+        one_step(params, optimizer, 0)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+    assert_refused(add, "parameters cannot be added")
+
+
+def test_other_ranks_are_refused():
+    def rebuild(params: dict[str, nn.Parameter]) -> None:
+        optimizer = wrapped(params, DiLoCo(2, quorum=2))
+        one_step(params, optimizer, 0)
+        optimizer.rebuild()
+
+    assert_refused(rebuild, "leave elastic.run and rebuild() out")
+
+
+def counts(numbers: Sequence[Sequence[int]], weights: str = "tokens") -> Any:
+    """Return a program whose learners count so many examples in each step; 0: none."""
+
+    def train(params: dict[str, nn.Parameter]) -> None:
+        optimizer = wrapped(params, DiLoCo(2, quorum="all", weights=weights))
+        for step, number in enumerate(numbers[mpisgd.rank()]):
+            PROGRAM.loss(params, 0, PROGRAM.terms(0, step)[0]).backward()
+            if number:
+                optimizer.synchronizer.next_batch(examples=number)
+            optimizer.step()
+        optimizer.synchronizer.finish()
+
+    return train
+
+
+def test_examples_are_counted_by_all_or_by_none():
+    assert_refused(counts([[3, 3], [0, 0]]), "others have not")
+    assert_refused(counts([[3, 0], [0, 3]]), "before some of the steps")
+    run_ranks(2, lambda: counts([[3, 3], [0, 0]], weights="equal")(PROGRAM.start()))
+
+
+def test_a_step_after_the_end_is_refused():
+    def go_on(params: dict[str, nn.Parameter]) -> None:
+        optimizer = wrapped(params, DiLoCo(2, quorum=2))
+        one_step(params, optimizer, 0)
+        optimizer.synchronizer.finish()
+        one_step(params, optimizer, 1)
+
+    assert_refused(go_on, "after synchronizer.finish()")
