@@ -79,10 +79,12 @@ class Link:
 
     def _wait(self, requests: Sequence[Request], memory: tuple[Tensor, ...], limit_s: float) -> None:
         lost: list[PeerLost] = []
+        left = list(requests)
 
         def ready() -> bool:
-            try:
-                return self._communicator.poll(requests)
+            try:  # one by one: of several, MPI does not say why they fail
+                left[:] = [each for each in left if self._communicator.poll_one(each) is None]
+                return not left
             except PeerLost as exc:
                 lost.append(exc)
                 return True
@@ -92,7 +94,7 @@ class Link:
 
         done = wait_patiently(ready, limit_s, reason)
         if lost or not done:
-            self._communicator.abandon(requests, memory)
+            self._communicator.abandon(left, memory)
         if lost:
             raise PeerLost(
                 f"DiLoCo(quorum=): rank {self._server} was lost, which has the outer parameters"

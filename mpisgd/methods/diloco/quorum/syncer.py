@@ -7,7 +7,7 @@
 
 One that began from older outer parameters, since a round was over without it, is sent the newest ones at
 once: its change is of the round that is open, for which it does not wait. All receives are from a learner by
-its number: those of one that is lost fail alone.
+its number, and each is asked for by itself: those of one that is lost fail alone, and MPI says why.
 """
 
 import threading
@@ -191,15 +191,15 @@ class Syncer:
     def _serve(self, learner: _Learner) -> bool:
         """Take what a learner says; return whether it was something."""
         communicator = self._communicator
-        learner.told = [each for each in learner.told if not communicator.poll([each[1]])]
+        learner.told = [each for each in learner.told if communicator.poll_one(each[1]) is None]
         if learner.change is not None:
             copy, request = learner.change
-            if not communicator.poll([request]):
+            if communicator.poll_one(request) is None:
                 return False
             learner.change = None
             self._enter(learner, copy)
             return True
-        if learner.request is None or not communicator.poll([learner.request]):
+        if learner.request is None or communicator.poll_one(learner.request) is None:
             return False
         learner.request = None
         said = Said(*learner.said.tolist())
