@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mpisgd.errors import InvalidArgument
 from mpisgd.methods.cost_kit import Alloc, Bucket, Cycle, Free, Move, Op, Parameter, Sizes, World
 from mpisgd.methods.cost_steps import arrived_mean, kept, mean_of_parameters, unsent_step
 from mpisgd.methods.diloco.diloco import DiLoCo
@@ -16,6 +17,8 @@ OUTER_MOVED = 9 + 2
 
 def cost(method: DiLoCo, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
     """Yield what a step takes."""
+    if method.quorum is not None:
+        raise InvalidArgument(f"plan: {method} is not planned: when learners arrive depends on time")
     if not step:
         yield from kept(sizes)
         momentum = method.chosen_options.get("momentum", 0) > 0

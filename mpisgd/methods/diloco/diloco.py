@@ -46,9 +46,9 @@ BUFFERS = "buffers"  # the name of their mean
 GRACE_S = 10.0
 WEIGHTS = ("tokens", "equal")
 OF_QUORUM = ("quorum", "grace_s", "weights")  # fields
+AT_ANY_TIME = replace(LOCAL_STEPS, repeats=no("the result depends on timing"))
 OWN_PACE: Mapping[str, Any] = {
     "of": "DiLoCo(quorum)",
-    "repeats": no("the result depends on timing"),
     "uneven_data": no(
         "each learner has its own pace: one that has no more data calls synchronizer.finish(); leave it out"
     ),
@@ -97,7 +97,7 @@ class DiLoCo(Strategy):
     nothing: nobody waits for it longer than `grace_s`, and no step has a collective operation in it. All
     other collectives of the program raise `PeerLost` then. `state_dict()` of the first rank has the outer
     parameters, and waits until the learners have come as far as this rank; as many ranks load what each of
-    them has saved, with others the training begins anew from the first rank's parameters.
+    them has saved, and no others.
 
     Cost: every `sync_every` steps a learner sends its parameters to the first rank, and receives as many;
         that one has a copy of what each learner has sent, and two of the parameters, in host memory.
@@ -121,7 +121,7 @@ class DiLoCo(Strategy):
     @classmethod
     def examples(cls) -> Sequence["DiLoCo"]:
         """See `Strategy`."""
-        return (cls(2), cls(4, fragments=2), cls(3, fragments=2, overlap_steps=1))
+        return (cls(2), cls(4, fragments=2), cls(3, fragments=2, overlap_steps=1), cls(2, quorum="all"))
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "fragments"):
@@ -226,7 +226,7 @@ class DiLoCo(Strategy):
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
         if self.quorum is not None:
-            return replace(LOCAL_STEPS, **OWN_PACE)
+            return replace(LOCAL_STEPS if self.quorum == "all" else AT_ANY_TIME, **OWN_PACE)
         elastic = yes("survivors go on from their own models, with the outer momentum")
         compression = Compressions("of changes", (no_momentum,))
         return replace(LOCAL_STEPS, compression=compression, uneven_data=yes(WEIGHTED), elastic=elastic)
@@ -269,7 +269,7 @@ class DiLoCo(Strategy):
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
         """See `Strategy`."""
-        if self.quorum is not None:  # its events are repeated, see `mpisgd.tools.verification.replay`
+        if self.quorum not in (None, "all"):  # its events are repeated, see `tools.verification.replay`
             return super().paper(size, lengths)
         given = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
         if self.outer_options is not None:

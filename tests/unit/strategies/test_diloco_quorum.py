@@ -343,6 +343,18 @@ def test_other_ranks_are_refused():
     assert_refused(rebuild, "leave elastic.run and rebuild() out")
 
 
+def test_a_state_of_other_ranks_is_refused():
+    def load(params: dict[str, nn.Parameter]) -> None:
+        optimizer = wrapped(params, DiLoCo(2, quorum="all"))
+        one_step(params, optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["mpisgd"]["size"] += mpisgd.rank()  # as another number of ranks has it, on one of them
+        optimizer.load_state_dict(saved)
+        one_step(params, optimizer, 1)
+
+    assert_refused(load, "of another number of ranks, or of one rank alone")
+
+
 def counts(numbers: Sequence[Sequence[int]], weights: str = "tokens") -> Any:
     """Return a program whose learners count so many examples in each step; 0: none."""
 

@@ -106,7 +106,17 @@ class QuorumSynchronizer(LocalSynchronizer):
     # -- the beginning and the end ------------------------------------------------------------------
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin from what the first rank has. Collective."""
+        """Begin from what the first rank has. Collective.
+
+        Raises:
+            InvalidArgument: a state was loaded, and some rank has none of its own; on every rank.
+        """
+        if self.num_steps:
+            raise InvalidArgument(
+                "DiLoCo(quorum=): the state that was loaded is of another number of ranks, or of one rank "
+                "alone; let each of as many ranks load what it has saved, or load the model alone, and begin "
+                "with its parameters"
+            )
         self.state.base.update(self.common_copies(tensors))
 
     def derive(self) -> None:
@@ -308,6 +318,8 @@ class QuorumSynchronizer(LocalSynchronizer):
                 f"DiLoCo(quorum=): waited {limit_s:.1f} s for learners that are not as far as this one, to "
                 "save what all have together"
             )
+        if syncer.error is not None:
+            raise syncer.error
         with syncer.lock:
             rounds = syncer.rounds
             self.state.outer = {

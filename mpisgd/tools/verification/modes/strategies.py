@@ -114,6 +114,7 @@ STRATEGIES = (
         "DiLoCo(3, fragments=2, overlap_steps=1)",
         mpisgd.DiLoCo(3, fragments=2, overlap_steps=1, overlap_alpha=0.25),
     ),
+    _mode('DiLoCo(2, quorum="all")', mpisgd.DiLoCo(EVERY, quorum="all"), quick=False),
     _mode("ElasticAveraging(every=2)", mpisgd.ElasticAveraging(every=EVERY)),
     _on_ring('Gossip("ring")', mpisgd.Gossip("ring")),
     _on_ring(
