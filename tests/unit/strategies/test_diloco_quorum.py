@@ -87,7 +87,12 @@ def test_a_learner_that_is_lost_is_no_event_for_the_others(seed):
             gone[mpisgd.rank()] = copy.deepcopy(so_far)
             lose_ranks(mpisgd.rank())
 
-    found = run_ranks(4, lambda: record(PROGRAM, strategy, seed, before_step=die), seed=seed, losses=[])
+    def train() -> Recorded:
+        done = record(PROGRAM, strategy, seed, before_step=die)
+        scheduling.sleep(0.2)  # all have noticed both losses: there is nothing that they end together
+        return done
+
+    found = run_ranks(4, train, seed=seed, losses=[])
     assert [one is LOST for one in found] == [False, True, False, True]
     both = [gone.get(rank, one) for rank, one in enumerate(found)]
     assert_replayed(PROGRAM, strategy, both, close=CLOSE)

@@ -39,7 +39,7 @@ class Pace(NamedTuple):
     """What a learner needs to know of the strategy.
 
     Attributes:
-        sync_every: steps from one change that it sends to the next.
+        sync_every: steps from one time that it sends its parameters to the next.
         rule: when an outer step is due.
         outer: the outer optimizer.
     """
@@ -54,8 +54,7 @@ class _State:
     """What is kept from step to step; all of it is a rank's own.
 
     Attributes:
-        base: the outer parameters that this learner began from.
-        version: of these.
+        version: of the outer parameters that this learner began from.
         steps: that it has taken since.
         examples: that these were of.
         counted: how many of the steps had a number of examples.
@@ -63,7 +62,6 @@ class _State:
             "pending"; {} elsewhere.
     """
 
-    base: dict[str, Tensor] = own(default_factory=dict, lost=REBUILD)
     version: int = own(0, lost=REBUILD)
     steps: int = own(0, lost=REBUILD)
     examples: int = own(0, lost=REBUILD)
@@ -72,7 +70,7 @@ class _State:
 
 
 class QuorumSynchronizer(LocalSynchronizer):
-    """Sends this learner's change every `sync_every` steps, and goes on from the outer parameters.
+    """Sends this learner's parameters every `sync_every` steps, and goes on from the outer parameters.
 
     Attributes:
         events: what is recorded of this learner, if anything: see `mpisgd.event_log`.
@@ -106,7 +104,7 @@ class QuorumSynchronizer(LocalSynchronizer):
     # -- the beginning and the end ------------------------------------------------------------------
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin from what the first rank has. Collective.
+        """Begin: the first rank's parameters are the outer ones.
 
         Raises:
             InvalidArgument: a state was loaded, and some rank has none of its own; on every rank.
@@ -117,7 +115,6 @@ class QuorumSynchronizer(LocalSynchronizer):
                 "alone; let each of as many ranks load what it has saved, or load the model alone, and begin "
                 "with its parameters"
             )
-        self.state.base.update(self.common_copies(tensors))
 
     def derive(self) -> None:
         """Begin the exchanges, after those of before have ended. Collective."""
@@ -147,7 +144,7 @@ class QuorumSynchronizer(LocalSynchronizer):
     def _make_rounds(self, form: FlatCopy, keys: Sequence[str]) -> Rounds:
         """Make the outer parameters, from the state where that has some."""
         pace, saved, newest = self._pace, self.state.outer, form.new_like()
-        newest.load(saved["newest"] if saved else [*(self.state.base[key] for key in keys), *self.buffers])
+        newest.load(saved["newest"] if saved else [*self.tensors().values(), *self.buffers])
         same = bool(saved) and saved["kind"] == pace.outer.kind
         entries: dict[str, dict[str, Any]] = saved["entries"] if same else {}
         outer = OuterOptimizer(
@@ -161,7 +158,7 @@ class QuorumSynchronizer(LocalSynchronizer):
             rounds.version = saved["version"]
             for each in saved["pending"]:
                 copy = form.new_like()
-                copy.load(each["change"])
+                copy.load(each["parameters"])
                 rounds.pending.append(
                     Contribution(each["learner"], each["steps"], each["examples"], each["is_counted"], copy)
                 )
@@ -216,7 +213,7 @@ class QuorumSynchronizer(LocalSynchronizer):
             self._grads = grads_of(self.training.named)
 
     def synchronize(self) -> None:
-        """Count a step; send the change where it is due, and go on from the outer parameters."""
+        """Count a step; send the parameters where that is due, and go on from the outer parameters."""
         state, examples = self.state, self._next_examples
         self._next_examples = 0
         state.steps += 1
@@ -241,8 +238,7 @@ class QuorumSynchronizer(LocalSynchronizer):
                 "DiLoCo(quorum=): parameters have other dtypes or shapes than at the first step; convert the "
                 "model before the optimizer is made"
             )
-        changes = torch._foreach_sub([state.base[key] for key in params], list(params.values()))
-        link.form.load([*changes, *self.buffers])
+        link.form.load([*params.values(), *self.buffers])
         said = Said(ENTER, state.version, state.steps, state.examples, int(state.counted > 0))
         self._take(link.ask(said, sends=True), into=params)
         state.steps = state.examples = state.counted = 0
@@ -261,7 +257,6 @@ class QuorumSynchronizer(LocalSynchronizer):
         self._record("enter", number=told.entered)
         self._record("take", number=told.taken)
         self._link.form.unload([*into.values(), *self.buffers])
-        torch._foreach_copy_([self.state.base[key] for key in into], list(into.values()))
         self.state.version = told.version
 
     def _raise(self, told: Told) -> NoReturn:
@@ -332,7 +327,7 @@ class QuorumSynchronizer(LocalSynchronizer):
                 },
                 "options": rounds.outer.options,
                 "pending": [
-                    {**each._asdict(), "change": [t.clone() for t in each.copy.tensors]}
+                    {**each._asdict(), "parameters": [t.clone() for t in each.copy.tensors]}
                     for each in rounds.pending
                 ],
             }

@@ -8,7 +8,7 @@ from mpisgd.errors import CollectiveTimeout, PeerLost
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.diloco.quorum.messages import (
     ASK_TAG,
-    CHANGE_TAG,
+    MINE_TAG,
     NEWEST_TAG,
     TAKE,
     TOLD_TAG,
@@ -60,7 +60,7 @@ class Link:
         answer = communicator.irecv(told, 0, TOLD_TAG)
         sent = [communicator.isend(words, 0, ASK_TAG)]
         if sends:
-            sent.append(communicator.isend(self.form.memory, 0, CHANGE_TAG))
+            sent.append(communicator.isend(self.form.memory, 0, MINE_TAG))
         memory = (words, told, self.form.memory)
         self._move(sent, memory)
         self._wait([answer], memory, self._timeout_s if limit_s is None else limit_s)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ASK_TAG", "CHANGE_TAG", "CLOSE", "DONE", "ENTER", "FAILED", "FEW", "MIXED", "NEWEST_TAG"]
+__all__ = ["ASK_TAG", "CLOSE", "DONE", "ENTER", "FAILED", "FEW", "MINE_TAG", "MIXED", "NEWEST_TAG"]
 __all__ += ["TAKE", "TOLD_TAG", "Said", "Told"]
 
-ASK_TAG, CHANGE_TAG, TOLD_TAG, NEWEST_TAG = 1, 2, 3, 4
-# What a learner says: here is my change; I train no more; I end the exchanges, as all others do.
+ASK_TAG, MINE_TAG, TOLD_TAG, NEWEST_TAG = 1, 2, 3, 4
+# What a learner says: here are my parameters; I train no more; I end the exchanges, as all others do.
 ENTER, DONE, CLOSE = 1, 2, 3
 # What it is told: here are the outer parameters; or why there are none.
 TAKE, FEW, MIXED, FAILED = 1, 2, 3, 4
@@ -19,7 +19,7 @@ class Said(NamedTuple):
     """What a learner says.
 
     Attributes:
-        kind: see above; after ENTER its change follows.
+        kind: see above; after ENTER its parameters follow.
         base: the version of the outer parameters that it began from.
         steps, examples, is_counted: see `Contribution`.
     """

@@ -1,11 +1,10 @@
 """`Rounds`: outer steps with those learners that have arrived.
 
-z: the outer parameters; d[m]: the change of learner m since the outer parameters that it began from, of
-t[m] examples in s[m] steps. A round is over when the quorum is there and the grace after it has passed, or
-when nobody is left to wait for:
+z: the outer parameters; x[m]: the parameters of learner m after s[m] steps of t[m] examples. A round is over
+when the quorum is there and the grace after it has passed, or when nobody is left to wait for:
 
     w[m] <- t[m]^2 / s[m]                    or 1, with weights="equal"
-    z    <- OuterOptimizer(z, sum of w[m] d[m] / sum of w[m])
+    z    <- OuterOptimizer(z, sum of w[m] (z - x[m]) / sum of w[m])
 
 Source: Decoupled DiLoCo (arXiv 2604.21428).
 """
@@ -13,6 +12,8 @@ Source: Decoupled DiLoCo (arXiv 2604.21428).
 from collections.abc import Sequence, Set
 from fractions import Fraction
 from typing import NamedTuple
+
+import torch
 
 from mpisgd.methods.diloco.outer import OuterOptimizer
 from mpisgd.methods.strategy.flat_copy import FlatCopy
@@ -42,7 +43,7 @@ class Contribution(NamedTuple):
         steps: that it took.
         examples: that these were of; steps where nobody has said how many.
         is_counted: whether somebody has.
-        copy: how its parameters have changed, and its buffers; changed when the round is over.
+        copy: its parameters and buffers; overwritten when the round is over.
     """
 
     learner: int
@@ -97,12 +98,14 @@ class Rounds:
     def step(self) -> tuple[int, ...]:
         """Take an outer step with what has arrived; return whose it was."""
         arrived = sorted(self.pending, key=lambda each: each.learner)  # those of one in their order
+        count = len(self._keys)
         for each, share in zip(arrived, self._shares(arrived), strict=True):
+            for outer, param in zip(self.newest.tensors[:count], each.copy.tensors, strict=False):
+                torch.sub(outer, param, out=param)
             if share != 1:
                 each.copy.scale_(share)
         first, *others = (each.copy for each in arrived)
         first.become_mean(others)
-        count = len(self._keys)
         self.outer.step(dict(zip(self._keys, first.tensors[:count], strict=True)))
         for buffer, mean in zip(self.newest.tensors[count:], first.tensors[count:], strict=True):
             buffer.copy_(mean)

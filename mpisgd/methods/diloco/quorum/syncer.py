@@ -1,12 +1,12 @@
 """`Syncer`: the thread of the rank that has the outer parameters of `DiLoCo(quorum=)`.
 
     a learner, every `sync_every` steps      the syncer
-    sends its change                         notes it: it is of the round that is open
+    sends its parameters                     notes them: they are of the round that is open
                                              waits for the quorum, then for the grace: an outer step
     receives the outer parameters            sends them to all of this round
 
 One that began from older outer parameters, since a round was over without it, is sent the newest ones at
-once: its change is of the round that is open, for which it does not wait. All receives are from a learner by
+once: its own are of the round that is open, for which it does not wait. All receives are from a learner by
 its number, and each is asked for by itself: those of one that is lost fail alone, and MPI says why.
 """
 
@@ -20,12 +20,12 @@ from mpisgd.event_log import Entry, EventLog, Place
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.diloco.quorum.messages import (
     ASK_TAG,
-    CHANGE_TAG,
     CLOSE,
     DONE,
     ENTER,
     FAILED,
     FEW,
+    MINE_TAG,
     MIXED,
     NEWEST_TAG,
     TAKE,
@@ -53,7 +53,7 @@ class _Learner:
         rank: of the communicator.
         said: where its next message comes.
         request: of that.
-        change: what follows it, and its request; None where nothing is under way.
+        sent: the parameters that follow it, and their request; None where nothing is under way.
         told: what is being sent to it, with the memory that it is sent from.
         entered: the number of its last entering.
         num_entered: how often it has entered.
@@ -67,14 +67,14 @@ class _Learner:
         self.rank = rank
         self.said = Said().words
         self.request: Request | None = None
-        self.change: tuple[FlatCopy, Request] | None = None
+        self.sent: tuple[FlatCopy, Request] | None = None
         self.told: list[tuple[torch.Tensor, Request]] = []
         self.entered = self.num_entered = 0
         self.waits = self.is_done = self.ends = self.is_lost = False
 
     def lose(self) -> None:
         """Note that it is gone; what it has brought stays in its round."""
-        self.is_lost, self.waits, self.change, self.told = True, False, None, []
+        self.is_lost, self.waits, self.sent, self.told = True, False, None, []
 
 
 class Syncer:
@@ -141,7 +141,7 @@ class Syncer:
                 while not self._is_over():
                     if self._advance():
                         last_s = now_s()
-                    is_sending = any(each.change or each.told for each in self._learners)
+                    is_sending = any(each.sent or each.told for each in self._learners)
                     waited_s = 0.0 if is_sending else now_s() - last_s
                     sleep(min(LONG_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SHARE)))
         except Exception as exc:  # whatever it is: without this thread the learners would wait in silence
@@ -151,8 +151,8 @@ class Syncer:
         finally:
             for learner in self._learners:
                 requests = [learner.request] if learner.request is not None else []
-                requests += [request for _, request in (*learner.told, *filter(None, [learner.change]))]
-                self._communicator.abandon(requests, (learner.said, learner.told, learner.change))
+                requests += [request for _, request in (*learner.told, *filter(None, [learner.sent]))]
+                self._communicator.abandon(requests, (learner.said, learner.told, learner.sent))
             del wait_registry.workers[threading.get_ident()]
 
     def _is_over(self) -> bool:
@@ -192,11 +192,11 @@ class Syncer:
         """Take what a learner says; return whether it was something."""
         communicator = self._communicator
         learner.told = [each for each in learner.told if communicator.poll_one(each[1]) is None]
-        if learner.change is not None:
-            copy, request = learner.change
+        if learner.sent is not None:
+            copy, request = learner.sent
             if communicator.poll_one(request) is None:
                 return False
-            learner.change = None
+            learner.sent = None
             self._enter(learner, copy)
             return True
         if learner.request is None or communicator.poll_one(learner.request) is None:
@@ -205,7 +205,7 @@ class Syncer:
         said = Said(*learner.said.tolist())
         if said.kind == ENTER:
             copy = self.rounds.newest.new_like()
-            learner.change = copy, communicator.irecv(copy.memory, learner.rank, CHANGE_TAG)
+            learner.sent = copy, communicator.irecv(copy.memory, learner.rank, MINE_TAG)
         elif said.kind == DONE:
             learner.is_done = True
         else:
@@ -217,7 +217,7 @@ class Syncer:
         learner.request = self._communicator.irecv(learner.said, learner.rank, ASK_TAG)
 
     def _enter(self, learner: _Learner, copy: FlatCopy) -> None:
-        """Note a change that has come. One from older outer parameters gets the newest ones at once."""
+        """Note parameters that have come. One from older outer parameters gets the newest ones at once."""
         said = Said(*learner.said.tolist())
         with self.lock:
             self.rounds.pending.append(
