@@ -46,15 +46,16 @@ BUFFERS = "buffers"  # the name of their mean
 GRACE_S = 10.0
 WEIGHTS = ("tokens", "equal")
 OF_QUORUM = ("quorum", "grace_s", "weights")  # fields
-AT_ANY_TIME = replace(LOCAL_STEPS, repeats=no("the result depends on timing"))
-OWN_PACE: Mapping[str, Any] = {
-    "of": "DiLoCo(quorum)",
-    "uneven_data": no(
+OWN_PACE = replace(
+    LOCAL_STEPS,
+    of="DiLoCo(quorum)",
+    repeats=no("which learners an outer step has depends on timing"),
+    uneven_data=no(
         "each learner has its own pace: one that has no more data calls synchronizer.finish(); leave it out"
     ),
-    "elastic": no("learners go on without the one that is lost; leave elastic.run out"),
-    "checkpoint": yes("has the model of each learner, and the outer parameters; for as many ranks"),
-}
+    elastic=no("learners go on without the one that is lost; leave elastic.run out"),
+    checkpoint=yes("has the model of each learner, and the outer parameters; for as many ranks"),
+)
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
@@ -120,7 +121,7 @@ class DiLoCo(Strategy):
     @classmethod
     def examples(cls) -> Sequence["DiLoCo"]:
         """See `Strategy`."""
-        return (cls(2), cls(4, fragments=2), cls(3, fragments=2, overlap_steps=1), cls(2, quorum="all"))
+        return (cls(2), cls(4, fragments=2), cls(3, fragments=2, overlap_steps=1))
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "fragments"):
@@ -161,7 +162,7 @@ class DiLoCo(Strategy):
         if self.weights not in (None, *WEIGHTS):
             raise InvalidArgument(f"DiLoCo: weights={shown(self.weights)}; expected one of {WEIGHTS}")
 
-    def rule(self, size: int) -> Rule:
+    def _rule(self, size: int) -> Rule:
         """Return when an outer step of so many learners is due, with `quorum`."""
         assert self.quorum is not None
         quorum = size if isinstance(self.quorum, str) else self.quorum
@@ -216,7 +217,7 @@ class DiLoCo(Strategy):
             raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
 
     @property
-    def outer_choice(self) -> OuterChoice:
+    def _outer_choice(self) -> OuterChoice:
         """The outer optimizer that is asked for."""
         kind = self.outer_optimizer
         return OuterChoice(self.make_outer, self.chosen_options, f"{kind.__module__}.{kind.__qualname__}")
@@ -225,7 +226,7 @@ class DiLoCo(Strategy):
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
         if self.quorum is not None:
-            return replace(LOCAL_STEPS if self.quorum == "all" else AT_ANY_TIME, **OWN_PACE)
+            return OWN_PACE
         elastic = yes("survivors go on from their own models, with the outer momentum")
         compression = Compressions("of changes", (no_momentum,))
         return replace(LOCAL_STEPS, compression=compression, uneven_data=yes(WEIGHTED), elastic=elastic)
@@ -262,8 +263,8 @@ class DiLoCo(Strategy):
     def synchronizer(self, training: Training) -> LocalSynchronizer:
         """Return the working part, which takes the outer steps."""
         if self.quorum is not None:
-            rule = self.rule(training.group.size)
-            return QuorumSynchronizer(training, Pace(self.sync_every, rule, self.outer_choice))
+            rule = self._rule(training.group.size)
+            return QuorumSynchronizer(training, Pace(self.sync_every, rule, self._outer_choice))
         return DiLoCoSynchronizer(training, self)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
@@ -306,7 +307,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         """Make the fragments: those of the first parameters, and one of each later wave."""
         self.arrive()
         state, strategy, params = self.state, self._strategy, self.tensors()
-        choice = strategy.outer_choice
+        choice = strategy._outer_choice
         rhythm = Rhythm(strategy.sync_every, strategy.overlap_steps, strategy.overlap_alpha)
         if state.kind != choice.kind:
             state.kind, state.entries, state.options = choice.kind, {}, {}
