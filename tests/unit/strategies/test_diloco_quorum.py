@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paper_programs import Program, by_mpisgd, momentum, sgd
 from torch import Tensor, nn
 
 import mpisgd
+import mpisgd.checkpoint
 from mpisgd import DiLoCo
 from mpisgd.errors import InvalidArgument, PeerLost
 from mpisgd.job.threads_as_ranks import LOST, lose_ranks, run_ranks
@@ -175,6 +177,28 @@ def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
     expected = run_ranks(3, lambda: train(-1))
     for saved_at in (5, 6):
         assert_same(expected, run_ranks(3, lambda at=saved_at: train(at)))
+
+
+def test_a_checkpoint_has_all_of_it(tmp_path):
+    strategy = DiLoCo(3, quorum=2, grace_s=5)
+
+    def train(folder: Path, begin: int = 0, saved_at: int = -1) -> list[dict[str, Tensor]]:
+        model, rows = nn.ParameterDict(PROGRAM.start()), []
+        optimizer = wrapped(dict(model.items()), strategy)
+        if begin:
+            mpisgd.checkpoint.load(folder, model=model, optimizer=optimizer)
+        for step in range(begin, 8):
+            if step == saved_at:
+                mpisgd.checkpoint.save(folder, step, model=model, optimizer=optimizer)
+            one_step(dict(model.items()), optimizer, step)
+            rows.append({name: param.detach().clone() for name, param in model.items()})
+        return rows
+
+    for step in (4, 6):
+        folder = tmp_path / str(step)
+        expected = run_ranks(3, lambda at=step, f=folder: train(f, saved_at=at))
+        found = run_ranks(3, lambda at=step, f=folder: train(f, begin=at))
+        assert_same([rows[step:] for rows in expected], found)
 
 
 def wrapped(params: dict[str, nn.Parameter], strategy: DiLoCo) -> Any:
