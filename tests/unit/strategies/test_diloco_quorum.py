@@ -171,7 +171,8 @@ def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
                 params, optimizer = saved[0], wrapped(saved[0], strategy)
                 optimizer.load_state_dict(saved[1])
             one_step(params, optimizer, step)
-            rows.append({name: param.detach().clone() for name, param in params.items()})
+            version = torch.tensor(optimizer.synchronizer.state.version)  # by which who is late is known
+            rows.append({**{name: param.detach().clone() for name, param in params.items()}, "": version})
         return rows
 
     expected = run_ranks(3, lambda: train(-1))
