@@ -45,8 +45,8 @@ def all_to_all(
         CollectiveMismatch: a rank expects other sizes than another one sends; raised on every rank, before
             any tensor is sent.
 
-    Cost: after an all-gather of 2 * group.size integers, goes through shared memory on one host; else sends
-        every input but its own once.
+    Cost: on one host through shared memory, after an all-gather of 2 * group.size integers; else sends every
+        input but its own once, after MPI_Alltoall of an integer for each rank.
     """
     group = group_or_world(group)
     inputs = check_tensors("all_to_all", input_tensor_list, "input_tensor_list", count=group.size)
@@ -88,7 +88,7 @@ def all_to_all_single(
             any tensor is sent.
 
     Cost: on one host through shared memory, without sizes only where that is quicker (`tune`); else
-        MPI_Alltoall, or with sizes pairwise messages after an all-gather of the sizes.
+        MPI_Alltoall, or with sizes pairwise messages after MPI_Alltoall of the sizes.
     """
     group = group_or_world(group)
     check_tensor("all_to_all_single", input, "input")
@@ -239,10 +239,25 @@ def _sizes(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _compare_sizes(call: Call) -> None:
-    """Raise, on all ranks, if what one sends is not what another expects; runs inside the queue."""
-    everyone, mine = _sizes(call)
-    call.communicator.all_gather(everyone.view(-1), mine.view(-1))
-    _check_matrix(call, everyone)
+    """Raise, on all ranks, if what one sends is not what another expects; runs inside the queue.
+
+    Each rank compares what the others are about to send to it. Cost: an all-to-all of one number for each
+    rank, and an all-reduce of one.
+    """
+    assert call.sizes is not None
+    group, (takes, gives) = call.group, call.sizes
+    sent, expected = torch.empty(group.size, dtype=torch.int64), torch.tensor(list(takes))
+    call.communicator.all_to_all(sent, torch.tensor(list(gives)))
+    wrong = (sent != expected).nonzero().flatten()
+    # The sender counts before the receiver, as in `_check_matrix`.
+    none = group.size**2
+    first = torch.tensor([int(wrong[0]) * group.size + group.rank if len(wrong) else none])
+    call.communicator.all_reduce(first, "MIN")
+    if int(first) < none:
+        src, dst = divmod(int(first), group.size)
+        pair = torch.tensor([int(sent[src]), int(expected[src])])
+        call.communicator.broadcast(pair, dst)
+        raise _mismatch(call, src, dst, *pair.tolist())
 
 
 def _check_matrix(call: Call, everyone: Tensor) -> None:
@@ -251,11 +266,15 @@ def _check_matrix(call: Call, everyone: Tensor) -> None:
     wrong = (sent != expected).nonzero()
     if len(wrong):
         src, dst = wrong[0].tolist()
-        ranks = call.group.ranks
-        raise CollectiveMismatch(
-            f"{call.operation.kind}: rank {ranks[src]} sends {sent[src, dst]} elements to rank {ranks[dst]}, "
-            f"which expects {expected[src, dst]}"
-        )
+        raise _mismatch(call, src, dst, int(sent[src, dst]), int(expected[src, dst]))
+
+
+def _mismatch(call: Call, src: int, dst: int, sent: int, expected: int) -> CollectiveMismatch:
+    ranks = call.group.ranks
+    return CollectiveMismatch(
+        f"{call.operation.kind}: rank {ranks[src]} sends {sent} elements to rank {ranks[dst]}, "
+        f"which expects {expected}"
+    )
 
 
 ALL_TO_ALL_OF_ANY_SIZES = Collective("all_to_all", _deal, _deal_in_steps, device=_deal_on_device)

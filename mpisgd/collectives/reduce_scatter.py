@@ -18,8 +18,13 @@ from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.memory_ranges import equal_ranges, range_of
 from mpisgd.transport.device.backend import DeviceBackend
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["REDUCE_SCATTER", "check_scattered", "reduce_scatter", "reduce_scatter_tensor"]
+
+# Up to this size of a part MPI's all-to-all takes a logarithmic number of messages; of larger ones it, too,
+# sends one to each rank, in which the parts need not be copied together.
+SMALL_PART_BYTES = 4096
 
 
 def reduce_scatter(
@@ -83,7 +88,8 @@ def reduce_scatter_tensor(
         CollectiveMismatch: a rank called something else; raised on every rank.
 
     Cost: on one host, through shared memory; else sends (group.size - 1) * n elements per rank, with as much
-        scratch memory. The owner of a slice adds in rank order, so the result does not depend on timing.
+        scratch memory; slices up to 4 KiB travel by MPI_Alltoall, others in group.size - 1 messages. The owner
+        of a slice adds in rank order, so the result does not depend on timing.
     """
     group = group_or_world(group)
     op = check_scattered("reduce_scatter_tensor", output, input, op, group.size)
@@ -114,7 +120,19 @@ def _parts(flats: list[Tensor], size: int) -> list[Tensor]:
 
 def _mpi(call: Call) -> None:
     for out, flats in _flats(call):
-        put(reduce_own_part(call.link, _parts(flats, call.group.size), call.op), out)
+        put(_own_part(call, flats), out)
+
+
+def _own_part(call: Call, flats: list[Tensor]) -> Tensor:
+    """Return the combination of everyone's part for this rank, added in rank order."""
+    size = call.group.size
+    parts = _parts(flats, size)
+    if parts[0].nbytes > SMALL_PART_BYTES:
+        return reduce_own_part(call.link, parts, call.op)
+    source = as_one(flats)
+    pieces = torch.empty_like(source)
+    call.communicator.all_to_all(pieces, source)
+    return combine_in_rank_order(cut_by(pieces, [parts[0].numel()] * size), call.op)
 
 
 def _steps(call: Call, transport: HostTransport) -> Steps:

@@ -53,6 +53,7 @@ class LoopbackCommunicator:
         self.only_thread: int | None = None
         self._network = context.network
         self.process = context.ranks[rank]
+        self._traffic = context.network.traffic[self.process]
         self._num_meetings = self._num_agreements = 0
         self._num_apart: Counter[Any] = Counter()
         self._acknowledged: frozenset[int] = frozenset()
@@ -66,6 +67,7 @@ class LoopbackCommunicator:
         meeting = self.context.meeting(self._num_meetings, kind)
         self._num_meetings += 1
         self.calls[kind] += 1
+        self._traffic.call()
         meeting.bring(kind, self.rank, mine)
         self.context.has_come(meeting, range(self.size))
         return meeting
@@ -116,6 +118,7 @@ class LoopbackCommunicator:
         key = (*name, self._num_apart[name])
         self._num_apart[name] += 1
         meeting = self.context.meeting_apart(key, "Comm_create_group", len(ranks))
+        self._traffic.call()
         meeting.bring("Comm_create_group", self.rank, None)
         self.context.has_come(meeting, ranks)
 
@@ -186,6 +189,7 @@ class LoopbackCommunicator:
     def _agree(self, kind: str, holds: bool) -> Agreement:
         agreement = self.context.agreement(self._num_agreements, kind)
         self._num_agreements += 1
+        self._traffic.call()
         agreement.bring(kind, self.rank, holds, self._acknowledged)
         self._network.agree(self.context, agreement, self.process)
         return agreement
@@ -262,6 +266,7 @@ class LoopbackCommunicator:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy root's bytes into everyone's `tensor`."""
         self.given_bytes["Bcast"] += tensor.nbytes
+        self._traffic.move(tensor.nbytes)
         given = self._meet("Bcast", MessageMemory.of(tensor).copy() if self.rank == root else None).brought[
             root
         ]
@@ -271,11 +276,13 @@ class LoopbackCommunicator:
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Combine `tensor` [n] over the ranks, in place."""
         self.given_bytes["Allreduce"] += tensor.nbytes
+        self._traffic.move(2 * tensor.nbytes)
         tensor.copy_(_combined(self._meet("Allreduce", tensor.clone()).all, op))
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
         self.given_bytes["Reduce"] += tensor.nbytes
+        self._traffic.move(tensor.nbytes)
         brought = self._meet("Reduce", tensor.clone()).all
         if self.rank == root:
             tensor.copy_(_combined(brought, op))
@@ -283,11 +290,13 @@ class LoopbackCommunicator:
     def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
         """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
         self.given_bytes["Allgather"] += out.nbytes // self.size
+        self._traffic.move(out.nbytes)
         mine = _parts(out, self.size)[self.rank] if tensor is None else tensor
         _fill(out, self._meet("Allgather", _bytes(mine)))
 
     def all_gather_request(self, out: Tensor, tensor: Tensor) -> Request:
         """Start an all-gather of `tensor` [n] into `out` [size * n]; both must live until it is over."""
+        self._traffic.move(out.nbytes)
         meeting = self._begin("Iallgather", _bytes(tensor))
 
         def test() -> bool:
@@ -300,6 +309,7 @@ class LoopbackCommunicator:
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
         """Put everyone's `tensor` [n] into root's `out` [size * n]."""
+        self._traffic.move(tensor.nbytes if out is None else out.nbytes)
         meeting = self._meet("Gather", _bytes(tensor))
         if out is not None and self.rank == root:
             _fill(out, meeting)
@@ -311,36 +321,46 @@ class LoopbackCommunicator:
             if source is not None
             else None
         )
+        self._traffic.move(tensor.nbytes if source is None else source.nbytes)
         MessageMemory.of(tensor).fill_from(self._meet("Scatter", pieces).brought[root][self.rank])
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
         self.given_bytes["Alltoall"] += tensor.nbytes
-        pieces = [MessageMemory.of(part).copy() for part in _parts(tensor, self.size)]
-        given = [theirs[self.rank] for theirs in self._meet("Alltoall", pieces).all]
-        for part, piece in zip(_parts(out, self.size), given, strict=True):
-            MessageMemory.of(part).fill_from(piece)
+        self._traffic.move(2 * tensor.nbytes)
+        everyones = self._meet("Alltoall", _bytes(tensor)).all
+        nbytes = tensor.nbytes // self.size
+        mine = slice(self.rank * nbytes, (self.rank + 1) * nbytes)
+        given = b"".join([theirs[mine] for theirs in everyones])
+        ctypes.memmove(out.data_ptr(), given, len(given))
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """Return root's object, sent pickled."""
         mine = pickle.dumps(obj) if self.rank == root else b""
         given = self._meet("bcast", mine).brought[root]
+        self._traffic.move(len(given))
         return obj if self.rank == root else pickle.loads(given)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return everyone's object, sent pickled."""
-        gathered: list[Any] = self._meet("allgather", pickle.dumps(obj)).all_pickled()
+        meeting = self._meet("allgather", pickle.dumps(obj))
+        self._traffic.move(meeting.num_bytes)
+        gathered: list[Any] = meeting.all_pickled()
         return gathered
 
     def gather_object(self, obj: Any, root: int) -> list[Any] | None:
         """Return everyone's object on root, None elsewhere."""
-        meeting = self._meet("gather", pickle.dumps(obj))
+        mine = pickle.dumps(obj)
+        meeting = self._meet("gather", mine)
+        self._traffic.move(meeting.num_bytes if self.rank == root else len(mine))
         return meeting.all_pickled() if self.rank == root else None
 
     def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of root's list."""
         mine = [pickle.dumps(obj) for obj in objs] if objs is not None and self.rank == root else None
-        return pickle.loads(self._meet("scatter", mine).brought[root][self.rank])
+        given = self._meet("scatter", mine).brought[root]
+        self._traffic.move(sum(map(len, given)) if self.rank == root else len(given[self.rank]))
+        return pickle.loads(given[self.rank])
 
 
 class _Prepared:

@@ -49,6 +49,14 @@ class Meeting:
         in_order: list[Any] = self.made["all"]
         return in_order
 
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes of pickles the ranks have brought."""
+        if "bytes" not in self.made:
+            self.made["bytes"] = sum(map(len, self.all))
+        num_bytes: int = self.made["bytes"]
+        return num_bytes
+
     def all_pickled(self) -> Any:
         """Return new objects of the pickles that the ranks have brought, in their order."""
         if "pickle" not in self.made:  # one of all: each rank's own take as many calls as there are ranks

@@ -19,6 +19,7 @@ from mpisgd.transport.loopback.faults import Loss
 from mpisgd.transport.loopback.mailbox import Mailbox, Message, MessageMemory, Request
 from mpisgd.transport.loopback.meeting import Agreement, Meeting
 from mpisgd.transport.loopback.scheduler import SeededScheduler
+from mpisgd.transport.loopback.traffic import Traffic
 
 __all__ = ["Context", "Network"]
 
@@ -98,6 +99,7 @@ class Context:
         """Start sending; the request is over when the memory may be changed."""
         network = self.network
         network.count(self.ranks[src])
+        network.traffic[self.ranks[src]].send(self.ranks[dst], memory.nbytes)
         draws = network.scheduler.draws
 
         def is_over() -> bool:
@@ -195,6 +197,7 @@ class Network:
         known: which of these each rank knows of.
         news: how often each rank has noticed something.
         communicators: those that the revocation of all of a rank concerns; see `revoke_all`.
+        traffic: of each rank, what it has sent and MPI's collectives have moved.
     """
 
     def __init__(
@@ -209,6 +212,7 @@ class Network:
         self.lost: set[int] = set()
         self.known: defaultdict[int, set[int]] = defaultdict(set)
         self.news: Counter[int] = Counter()
+        self.traffic = [Traffic() for _ in hosts]
         # Not weak: what a reference cycle keeps lives until garbage is collected, which no seed decides.
         self.communicators: defaultdict[int, dict[Any, None]] = defaultdict(dict)
         self.world = Context(self, range(len(hosts)))

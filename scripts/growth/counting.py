@@ -1,0 +1,104 @@
+"""What one rank sends, and how much Python it runs, while it does something.
+
+Ranks are threads of one process, whose network counts messages (`mpisgd.transport.loopback.traffic`). Python
+is counted in instructions of its bytecode, of some ranks only, without those of the network itself: it is
+what a rank computes beside waiting, and the same in every run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+from mpisgd.job.lifecycle import current_job
+
+__all__ = ["Count", "counted", "network", "so_far"]
+
+NETWORK = "/transport/loopback/"
+
+
+class Count(NamedTuple):
+    """What one rank has done.
+
+    Attributes:
+        messages: that it has sent.
+        message_bytes: in these.
+        partners: to how many ranks it has sent any, since the run began.
+        calls: of MPI's collectives.
+        call_bytes: what these took from it and gave to it.
+        instructions: of Python; 0 where they were not counted.
+    """
+
+    messages: int
+    message_bytes: int
+    partners: int
+    calls: int
+    call_bytes: int
+    instructions: int = 0
+
+    def since(self, before: Count) -> Count:
+        """Return what was done since, with the partners as they are."""
+        less = [mine - theirs for mine, theirs in zip(self, before, strict=True)]
+        return Count(*less)._replace(partners=self.partners)
+
+
+def network() -> Any:
+    """Return the network of the run that this thread is a rank of."""
+    return current_job().communicator.context.network
+
+
+def so_far(whole: Any = None, process: int | None = None) -> Count:
+    """Return what this rank has done since the run began."""
+    if process is None:
+        process = current_job().communicator.process
+    traffic = (whole or network()).traffic[process]
+    return Count(
+        traffic.messages, traffic.message_bytes, len(traffic.partners), traffic.calls, traffic.call_bytes
+    )
+
+
+def counted(act: Callable[[], Any], *, instructions: bool) -> Count:
+    """Do something on this rank; return what it took."""
+    before = so_far()
+    if not instructions:
+        act()
+        return so_far().since(before)
+    counter = _Instructions()
+    outer = sys.gettrace()
+    sys.settrace(counter.trace)
+    try:
+        act()
+    finally:
+        sys.settrace(outer)
+    return so_far().since(before)._replace(instructions=counter.number)
+
+
+class _Instructions:
+    """Counts instructions of this thread, but for those of the network and of what that calls."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._inside = 0  # the network
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        """See `sys.settrace`; called at each call."""
+        if NETWORK in frame.f_code.co_filename:
+            self._inside += 1
+            frame.f_trace_lines = False
+            return self._leave
+        if self._inside:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._count
+
+    def _leave(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "return":
+            self._inside -= 1
+        return self._leave
+
+    def _count(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode":
+            self.number += 1
+        return self._count
