@@ -60,6 +60,13 @@ class Arithmetic(NamedTuple):
         if target is not out:
             out.copy_(target)
 
+    def round_off(self, total: Tensor, out: Tensor) -> None:
+        """Put a total [n] over all ranks, which others still read, into `out` [n] of any dtype."""
+        if self.divisor != 1:
+            total = total.clone()
+            divide(total, self.divisor)
+        out.copy_(total)
+
     def across_unchanged(self, partials: Sequence[Tensor], out: Tensor) -> None:
         """Do the same where others still read all of the partials, none of which is `out`."""
         if len(partials) > 2 or out.dtype != self.total:

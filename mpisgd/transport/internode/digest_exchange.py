@@ -4,6 +4,7 @@ On each host the ranks arrive at the control block; when all have, the first of 
 the other hosts, and at the end publishes the result for the others.
 """
 
+from mpisgd.transport.internode.doubling_exchange import DoublingExchange
 from mpisgd.transport.internode.leader_exchange import LeaderExchange
 from mpisgd.transport.ipc.control_block import ControlBlock
 from mpisgd.transport.messages.dissemination import Dissemination
@@ -25,7 +26,10 @@ class InternodeDigestExchange:
     """
 
     def __init__(
-        self, here: ControlBlock | None, between: Dissemination | LeaderExchange | None, first: int
+        self,
+        here: ControlBlock | None,
+        between: Dissemination | LeaderExchange | DoublingExchange | None,
+        first: int,
     ) -> None:
         self._here = here
         self._between = between

@@ -40,3 +40,17 @@ class Leader:
             self.communicator.isend(f, rank, tag) for h, rank in self.others for f in frames(sends(h))
         ]
         return requests
+
+    def send(self, tag: int, host: int, part: Tensor) -> list[Request]:
+        """Start a message [n] to another host."""
+        return [self.communicator.isend(part, self.ranks[host], tag)]
+
+    def receive(self, tag: int, host: int, part: Tensor) -> list[Request]:
+        """Start to receive a message, of [n] at most, from another host."""
+        return [self.communicator.irecv(part, self.ranks[host], tag)]
+
+    def exchange(self, tag: int, host: int, mine: Tensor, theirs: Tensor) -> list[Request]:
+        """Start to exchange a part for another host's, in messages that do not take turns."""
+        rank = self.ranks[host]
+        requests = [self.communicator.irecv(frame, rank, tag) for frame in frames(theirs)]
+        return requests + [self.communicator.isend(frame, rank, tag) for frame in frames(mine)]

@@ -8,6 +8,7 @@ one message, its check included.
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,15 @@ from mpisgd.interfaces.communicator import Request
 from mpisgd.transport.internode.leader import Leader
 from mpisgd.transport.shm.staging import typed_pieces
 
-__all__ = ["HEADER_BYTES", "MAX_HOSTS", "MESSAGE_BYTES", "PAYLOAD_BYTES", "HostMessages", "LeaderExchange"]
+__all__ = [
+    "HEADER_BYTES",
+    "MESSAGE_BYTES",
+    "PAYLOAD_BYTES",
+    "HostMessages",
+    "LeaderExchange",
+    "Payload",
+]
 
-MAX_HOSTS = 64  # beyond this a logarithmic number of rounds is quicker than a message to everyone
 TAG = 48
 EXTREMES = struct.Struct("<QQ")
 # A message begins with the extremes; what follows is aligned as any tensor is.
@@ -28,37 +35,54 @@ MESSAGE_BYTES = HEADER_BYTES + PAYLOAD_BYTES
 MAX_CACHED = 256  # lengths of which the tensors are kept
 
 
-class HostMessages:
-    """One message of each host, visible to all ranks of this one: the extremes of its digests, and a payload.
-
-    Args:
-        memory: MESSAGE_BYTES for each host; shared where the host has several ranks.
-        num_hosts: how many.
+class Payload(NamedTuple):
+    """What hosts add up in their messages.
 
     Attributes:
-        memory: [MESSAGE_BYTES] of bytes for each host.
+        write: puts what this host's ranks have added up to into the first message; returns its bytes.
+        add: adds up two messages, by their numbers, the earlier host's first, into the first message.
     """
 
-    def __init__(self, memory: memoryview, num_hosts: int) -> None:
-        self._parts = [memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(num_hosts)]
+    write: Callable[[], int]
+    add: Callable[[int, int], None]
+
+
+class HostMessages:
+    """Some messages of hosts, visible to all ranks of this one: the extremes of digests, and a payload each.
+
+    Args:
+        memory: MESSAGE_BYTES for each message; shared where the host has several ranks.
+        number: how many.
+
+    Attributes:
+        memory: [MESSAGE_BYTES] of bytes for each message.
+    """
+
+    def __init__(self, memory: memoryview, number: int) -> None:
+        self._parts = [memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(number)]
         self.memory = [torch.frombuffer(part, dtype=torch.uint8) for part in self._parts]
-        starts, buffers = (HEADER_BYTES,) * num_hosts, self.memory
+        starts, buffers = (HEADER_BYTES,) * number, self.memory
         # Making these anew takes longer than adding them up.
         self._payloads = lru_cache(MAX_CACHED)(
             lambda numel, dtype: typed_pieces(buffers, numel, dtype, starts)
         )
 
-    def write(self, host: int, low: int, high: int) -> None:
-        """Put the extremes of a host into its message."""
-        EXTREMES.pack_into(self._parts[host], 0, low, high)
+    def write(self, number: int, low: int, high: int) -> None:
+        """Put extremes into a message."""
+        EXTREMES.pack_into(self._parts[number], 0, low, high)
+
+    def extremes_of(self, number: int) -> tuple[int, int]:
+        """Return the extremes of a message."""
+        low, high = EXTREMES.unpack_from(self._parts[number])
+        return low, high
 
     def extremes(self) -> tuple[int, int]:
-        """Return the smallest and the largest digest of all hosts."""
+        """Return the smallest and the largest digest of all messages."""
         lows, highs = zip(*map(EXTREMES.unpack_from, self._parts), strict=True)
         return min(lows), max(highs)
 
     def payloads(self, numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return where each host's payload lies, [numel] each, until the next operation.
+        """Return where the payload of each message lies, [numel] each, until the next operation.
 
         The first rank of a host writes its own before the exchange begins; nobody else writes there.
         """
@@ -73,14 +97,13 @@ class LeaderExchange:
         messages: of all hosts.
 
     Attributes:
-        write_payload: writes what this host sends along into its message and returns the bytes of it; called
-            once, when the next exchange starts.
+        payload: what this host sends along; taken when the next exchange starts.
     """
 
     def __init__(self, leader: Leader, messages: HostMessages) -> None:
         self._leader = leader
         self._messages = messages
-        self.write_payload: Callable[[], int] | None = None
+        self.payload: Payload | None = None
         self._requests: list[Request] = []
 
     def start(self, low: int, high: int) -> None:
@@ -88,9 +111,9 @@ class LeaderExchange:
         host, memory = self._leader.host, self._messages.memory
         self._messages.write(host, low, high)
         nbytes = HEADER_BYTES
-        if self.write_payload is not None:
-            nbytes += self.write_payload()
-            self.write_payload = None
+        if self.payload is not None:
+            nbytes += self.payload.write()
+            self.payload = None
         mine = memory[host][:nbytes]
         self._requests = self._leader.start(TAG, lambda _: mine, memory.__getitem__)
 

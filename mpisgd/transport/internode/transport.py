@@ -28,32 +28,46 @@ from mpisgd.interfaces.host_transport import Region as AnyRegion
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.host_arithmetic import Arithmetic, prepare
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
+from mpisgd.transport.internode.doubling_exchange import DoublingExchange
 from mpisgd.transport.internode.leader import Leader
 from mpisgd.transport.internode.leader_exchange import (
-    MAX_HOSTS,
     MESSAGE_BYTES,
     PAYLOAD_BYTES,
     HostMessages,
     LeaderExchange,
+    Payload,
 )
-from mpisgd.transport.internode.piece_exchange import PieceExchange
+from mpisgd.transport.internode.piece_exchange import PieceExchange, exchange_of
+from mpisgd.transport.internode.schedule import FEW_HOSTS, chunk_bytes
 from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.members import Members
-from mpisgd.transport.messages.dissemination import Dissemination
 from mpisgd.transport.messages.link import even_ranges
 from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.transport import ShmTransport, open_host_memory
 from mpisgd.transport.torch_reduction import Finish
 
-__all__ = ["MEMORY_BYTES", "InternodeTransport"]
+__all__ = ["InternodeTransport", "memory_bytes"]
 
-# Measured at 1 and 10 Gbit/s: smaller chunks mean more of everything, larger ones fill the pipeline later.
-CHUNK_BYTES = 2**18
 DEPTH = 4  # chunks in flight between the hosts
 # A chunk's slot is filled while those in flight are still in theirs.
 NUM_SLOTS = DEPTH + 1
-SLOTS_BYTES = NUM_SLOTS * 2 * CHUNK_BYTES
-MEMORY_BYTES = SLOTS_BYTES + MAX_HOSTS * MESSAGE_BYTES  # of which what is not touched takes no room
+
+
+def slots_bytes(num_hosts: int) -> int:
+    """Return the bytes of all slots."""
+    return NUM_SLOTS * 2 * chunk_bytes(num_hosts)
+
+
+def num_messages_kept(num_hosts: int) -> int:
+    """Return how many small messages have a place: of few hosts each one's, else the result and another."""
+    return num_hosts if num_hosts <= FEW_HOSTS else 2
+
+
+def memory_bytes(num_hosts: int) -> int:
+    """Return the shared memory of a host's ranks between hosts; what is not touched takes no room."""
+    return slots_bytes(num_hosts) + num_messages_kept(num_hosts) * MESSAGE_BYTES
+
+
 FINISHED = 16  # a word of the control block: how many results a leader has received, ever
 
 
@@ -74,11 +88,11 @@ class InternodeTransport(HostTransport):
     Args:
         members: the ranks.
         shm: the shared memory of this host's ranks; None where this rank is alone on it.
-        memory: more of it, MEMORY_BYTES for the first rank; None likewise.
+        memory: more of it, `memory_bytes` for the first rank; None likewise.
 
     Attributes:
         shm: as given.
-        leader_exchange: of the hosts' first ranks; None on others, and with more than MAX_HOSTS hosts.
+        leader_exchange: of the hosts' first ranks; None on others.
         max_num_leaders: how many there can be: the ranks of the smallest host.
     """
 
@@ -106,31 +120,24 @@ class InternodeTransport(HostTransport):
         self._in_flight: deque[_InFlight] = deque()
         self._filled = 0  # slots, ever
         self._finished = 0
+        num_hosts = topology.num_nodes
+        self._is_direct, self._chunk_bytes = num_hosts <= FEW_HOSTS, chunk_bytes(num_hosts)
+        room = memoryview(bytearray(num_messages_kept(num_hosts) * MESSAGE_BYTES))
         if shm is not None:
             assert memory is not None
-            slots = memory.share(0)[:SLOTS_BYTES].view(NUM_SLOTS, 2, CHUNK_BYTES)
+            slots = memory.share(0)[: slots_bytes(num_hosts)].view(NUM_SLOTS, 2, self._chunk_bytes)
+            room = memoryview(memory.memory)[slots_bytes(num_hosts) :]
             self._slots = [tuple(slot) for slot in slots]
             self._progress_alone = shm.control.progress
             shm.control.progress = self._progress
-        self._messages = self.leader_exchange = None
-        if (num_hosts := topology.num_nodes) <= MAX_HOSTS:
-            if memory is None:
-                room = memoryview(bytearray(num_hosts * MESSAGE_BYTES))
-            else:
-                room = memoryview(memory.memory)[SLOTS_BYTES:]
-            self._messages = HostMessages(room, num_hosts)
-            if self._local_rank == 0:
-                self.leader_exchange = LeaderExchange(self._leader, self._messages)
-        self._digest_exchange = self._between_hosts()
-
-    def _between_hosts(self) -> InternodeDigestExchange:
-        """Return how all ranks compare what they are about to do."""
-        communicator, topology = self._communicator, self._topology
-        between: Dissemination | LeaderExchange | None = self.leader_exchange
-        if between is None and self._local_rank == 0:
-            between = Dissemination(communicator, [ranks[0] for ranks in topology.nodes])
+        self._messages = HostMessages(room, num_messages_kept(num_hosts))
+        self.leader_exchange: LeaderExchange | DoublingExchange | None = None
+        if self._local_rank == 0:
+            kind = LeaderExchange if self._is_direct else DoublingExchange
+            self.leader_exchange = kind(self._leader, self._messages)
         first = communicator.global_ranks[topology.nodes[topology.node_rank][0]]
-        return InternodeDigestExchange(None if self.shm is None else self.shm.control, between, first)
+        control = None if shm is None else shm.control
+        self._digest_exchange = InternodeDigestExchange(control, self.leader_exchange, first)
 
     @classmethod
     def open(cls, members: Members, opened: Sequence[HostTransport]) -> "InternodeTransport | None":
@@ -139,7 +146,7 @@ class InternodeTransport(HostTransport):
         if topology.num_nodes == 1:
             return None
         shm = open_host_memory(members)
-        more = None if shm is None else shm.open_segment(MEMORY_BYTES)
+        more = None if shm is None else shm.open_segment(memory_bytes(topology.num_nodes))
         if not all(members.communicator.all_gather_object(more is not None or topology.local_size == 1)):
             if shm is not None:
                 shm.close()
@@ -183,11 +190,12 @@ class InternodeTransport(HostTransport):
         """Combine `flat` [n], of any reducible dtype, over the ranks, in place; yields for the
         consistency check.
 
-        Cost: as `all_reduce_now`; a small message takes one message per pair of hosts, the check's.
+        Cost: as `all_reduce_now`; a small one takes the check's messages, see `LeaderExchange` and, for more
+        than FEW_HOSTS hosts, `DoublingExchange`.
         """
         widest = 4 if flat.dtype in SUMMED_IN_FLOAT32 else flat.element_size()
-        if self._messages is not None and flat.numel() * widest <= PAYLOAD_BYTES:
-            yield from self._small(flat, op, self._messages)
+        if flat.numel() * widest <= PAYLOAD_BYTES:
+            yield from self._small(flat, op)
         else:
             yield
             self.all_reduce_now(flat, op)
@@ -200,7 +208,8 @@ class InternodeTransport(HostTransport):
         """See `HostTransport`; to ranks that are alone on their host it is the same with a region.
 
         Cost: with h hosts, 2 (h - 1) / h * n elements leave each host (16-bit floats: as float32 on the first
-        half of the way, unless every rank is alone); two barriers on the host per chunk of CHUNK_BYTES.
+        half of the way, unless every rank is alone); two barriers on the host per chunk of
+        `schedule.chunk_bytes`, and `schedule.num_messages` of each leader.
         """
         work, arithmetic, finish = self._prepare(flat, op)
         if region is None:
@@ -219,7 +228,7 @@ class InternodeTransport(HostTransport):
         """Let the chunks of `work` pass; `pieces_of` returns those of this host's ranks, all being there."""
         best = self._best_num_leaders(work.nbytes, work.dtype in HALF_DTYPES)
         self._num_leaders = max(1, min(best, self.max_num_leaders))
-        step = CHUNK_BYTES // arithmetic.partial.itemsize
+        step = self._chunk_bytes // arithmetic.partial.itemsize
         try:
             for start in range(0, work.numel(), step):
                 chunk = slice(start, min(work.numel(), start + step))
@@ -258,7 +267,7 @@ class InternodeTransport(HostTransport):
         exchange = None
         if self._local_rank < self._num_leaders:
             piece = slice(*even_ranges(mine.numel(), self._num_leaders)[self._local_rank])
-            exchange = PieceExchange(self._leader, partial[piece], result[piece], arithmetic)
+            exchange = exchange_of(self._leader, partial[piece], result[piece], arithmetic)
         self._in_flight.append(_InFlight(result, mine, exchange))
 
     def _slot(self, mine: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -289,12 +298,13 @@ class InternodeTransport(HostTransport):
 
     def _advance(self) -> bool:
         """Advance everything in flight; return whether the oldest is there."""
-        done = False
-        for place, (_, _, exchange) in enumerate(self._in_flight):
+        oldest, *later = [exchange for _, _, exchange in self._in_flight]
+        assert oldest is not None
+        done, before = oldest.advance(), oldest
+        for exchange in later:
             assert exchange is not None
-            done |= exchange.advance() and place == 0
-            if not exchange.sends_results:
-                break
+            exchange.advance(before.num_begun)
+            before = exchange
         return done
 
     def _progress(self) -> None:
@@ -306,28 +316,37 @@ class InternodeTransport(HostTransport):
 
     # -- small messages -----------------------------------------------------------------------------
 
-    def _small(self, flat: Tensor, op: ReduceOp, messages: HostMessages) -> Iterator[None]:
+    def _small(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
         """Combine a small message over the ranks, in place: the hosts' sums travel with the check.
 
-        Every rank adds them up for itself, which takes less time than waiting for one that does.
+        Between few hosts every rank adds them up for itself, which takes less time than waiting for one that
+        does.
         """
         work, arithmetic, finish = self._prepare(flat, op)
-        payloads = messages.payloads(work.numel(), arithmetic.partial)
+        dtype = arithmetic.partial if self._is_direct else arithmetic.total
+        payloads = self._messages.payloads(work.numel(), dtype)
         if self.shm is not None:
             copy_bytes(self.shm.next_addresses()[self.shm.rank], work.data_ptr(), work.nbytes)
         if self.leader_exchange is not None:
-            self.leader_exchange.write_payload = lambda: self._add_up_here(work, arithmetic, payloads)
+            mine = payloads[self._leader.host if self._is_direct else 0]
+            passing_on = arithmetic._replace(divisor=1)
+            self.leader_exchange.payload = Payload(
+                lambda: self._add_up_here(work, arithmetic, mine),
+                lambda first, second: passing_on.across((payloads[first], payloads[second]), mine),
+            )
         yield
         if self.shm is not None:
             self.shm.swap_buffers()
-        arithmetic.across_unchanged(payloads, work)
+        if self._is_direct:
+            arithmetic.across_unchanged(payloads, work)
+        else:
+            arithmetic.round_off(payloads[0], work)
         result = finish(work)
         if result.data_ptr() != flat.data_ptr():
             flat.copy_(result)
 
-    def _add_up_here(self, work: Tensor, arithmetic: Arithmetic, payloads: Sequence[Tensor]) -> int:
+    def _add_up_here(self, work: Tensor, arithmetic: Arithmetic, place: Tensor) -> int:
         """Write what the small messages of this host's ranks add up to into its payload; return the bytes."""
-        place = payloads[self._leader.host]
         if self.shm is None and place.dtype == work.dtype:
             copy_bytes(place.data_ptr(), work.data_ptr(), work.nbytes)
         else:

@@ -19,7 +19,8 @@ from mpisgd.core.topology import arrange
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import world
 from mpisgd.transport.internode.leader_exchange import PAYLOAD_BYTES
-from mpisgd.transport.internode.transport import CHUNK_BYTES, DEPTH
+from mpisgd.transport.internode.schedule import CHUNK_BYTES
+from mpisgd.transport.internode.transport import DEPTH
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),

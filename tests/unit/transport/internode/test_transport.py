@@ -10,7 +10,8 @@ import torch
 from mpisgd.core.topology import arrange
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout
-from mpisgd.transport.internode.transport import CHUNK_BYTES, InternodeTransport
+from mpisgd.transport.internode.schedule import CHUNK_BYTES
+from mpisgd.transport.internode.transport import InternodeTransport
 from mpisgd.transport.members import Members
 
 
