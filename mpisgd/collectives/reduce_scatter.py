@@ -88,8 +88,8 @@ def reduce_scatter_tensor(
         CollectiveMismatch: a rank called something else; raised on every rank.
 
     Cost: on one host, through shared memory; else sends (group.size - 1) * n elements per rank, with as much
-        scratch memory; slices up to 4 KiB travel by MPI_Alltoall, others in group.size - 1 messages. The owner
-        of a slice adds in rank order, so the result does not depend on timing.
+        scratch memory; slices up to 4 KiB by MPI_Alltoall, others in group.size - 1 messages. The owner of a
+        slice adds in rank order, so the result does not depend on timing.
     """
     group = group_or_world(group)
     op = check_scattered("reduce_scatter_tensor", output, input, op, group.size)

@@ -23,6 +23,7 @@ from mpisgd.transport.loopback.communicator import LoopbackCommunicator
 from mpisgd.transport.loopback.draws import Draws
 from mpisgd.transport.loopback.fault_tolerance import LoopbackFaultTolerance
 from mpisgd.transport.loopback.faults import Fault, Loss
+from mpisgd.transport.loopback.links import Links
 from mpisgd.transport.loopback.network import Network
 from mpisgd.transport.loopback.scheduler import Place, SeededScheduler, Stopped
 
@@ -64,6 +65,7 @@ def run_ranks(
     losses: Sequence[Loss] | None = None,
     faults: Sequence[Fault] = (),
     num_draws: int | None = None,
+    links: Links | None = None,
 ) -> list[T]:
     """Run a program on ranks that are threads of this process; return what it returns, by rank.
 
@@ -86,6 +88,7 @@ def run_ranks(
         faults: which allocations of shared memory and which writes of checkpoints fail.
         num_draws: how much the seed decides; from then on whoever has waited longest runs, and messages take
             no time.
+        links: between the hosts; messages then take the time of these, and nothing else takes any.
 
     Returns:
         What `program` returns. With `losses` also LOST for a rank that was lost, and the `PeerLost` that one
@@ -101,7 +104,7 @@ def run_ranks(
     if len(hosts) != size:
         raise InvalidArgument(f"run_ranks: ranks_per_host={list(ranks_per_host)} are not {size} ranks")
     scheduler = SeededScheduler(Draws(seed, num_draws), faults)
-    network = Network(scheduler, hosts, timeout_s, losses or ())
+    network = Network(scheduler, hosts, timeout_s, losses or (), links)
     return _Run(program, network, seed, timeout_s, losses is not None).results(limit_s)
 
 

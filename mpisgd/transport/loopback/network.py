@@ -16,6 +16,7 @@ from typing import Any
 
 from mpisgd.errors import CollectiveTimeout, PeerLost
 from mpisgd.transport.loopback.faults import Loss
+from mpisgd.transport.loopback.links import Links
 from mpisgd.transport.loopback.mailbox import Mailbox, Message, MessageMemory, Request
 from mpisgd.transport.loopback.meeting import Agreement, Meeting
 from mpisgd.transport.loopback.scheduler import SeededScheduler
@@ -108,7 +109,7 @@ class Context:
         request = Request(is_over)
         if draws.chance(IMMEDIATE_SHARE):
             memory, request.is_done = memory.copy(), True
-        arrives_s = network.scheduler.now_s() + draws.fraction() * LONGEST_WAY_S
+        arrives_s = network.arrives_s(self.ranks[src], self.ranks[dst], memory.nbytes)
         arrives_s = max(arrives_s, self._latest.get((src, dst), 0.0))
         self._latest[src, dst] = arrives_s
         network.send_off(_Flight(self, dst, Message(src, tag, memory, request)), arrives_s)
@@ -189,6 +190,7 @@ class Network:
         hosts: of each rank, the number of its host.
         timeout_s: how long a rank waits in what MPI would block in.
         losses: of ranks.
+        links: between the hosts; None: messages take times that the seed draws.
 
     Attributes:
         scheduler, hosts: as given.
@@ -206,8 +208,10 @@ class Network:
         hosts: Sequence[int],
         timeout_s: float,
         losses: Sequence[Loss] = (),
+        links: Links | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self._links = links
         self.hosts = tuple(hosts)
         self.lost: set[int] = set()
         self.known: defaultdict[int, set[int]] = defaultdict(set)
@@ -243,6 +247,13 @@ class Network:
             raise CollectiveTimeout(f"loopback: {what()} was not over after {self._timeout_s:g} s")
 
     # -- messages ---------------------------------------------------------------------------------------
+
+    def arrives_s(self, rank: int, to: int, nbytes: int) -> float:
+        """Return when a message arrives that is sent now; of those between the same two the last counts."""
+        now_s = self.scheduler.now_s()
+        if self._links is not None:
+            return self._links.arrives_s(now_s, rank, self.hosts[rank], self.hosts[to], nbytes)
+        return now_s + self.scheduler.draws.fraction() * LONGEST_WAY_S
 
     def send_off(self, flight: _Flight, arrives_s: float) -> None:
         """Let a message arrive at that time."""
