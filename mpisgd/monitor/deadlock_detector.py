@@ -20,11 +20,12 @@ are stuck can have moved, since only they could move each other.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 
 from mpisgd.arguments import ranks_text
 from mpisgd.errors import Deadlock
-from mpisgd.monitor.hang_report import failed_thread_lines, for_whom, place
+from mpisgd.monitor.hang_report import Survey, failed_thread_lines, for_whom, place
 from mpisgd.monitor.mailbox_pages import NOTICE_BYTES
 from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
@@ -38,46 +39,89 @@ SURE_S = 1.0  # between the two times
 VALID_S = 10.0  # a notice about waits that have not been seen again by then is void
 # Long waits are ordinary where one rank evaluates or saves: then it is asked less and less often.
 BACKOFF = 1.5
+MAX_LINES = 64  # of a report of a deadlock: every rank that it is told to gets all of them
+
+
+class _Condition:
+    """What ends a wait: that so many of some ranks are able; it may end several waits.
+
+    Attributes:
+        ranks: these.
+        left: how many more of them have to be.
+        frees: whose waits it ends.
+    """
+
+    def __init__(self, ranks: Collection[int], left: int) -> None:
+        self.ranks = ranks
+        self.left = left
+        self.frees: list[int] = []
 
 
 def stuck_ranks(states: Sequence[RankState]) -> set[int]:
     """Return the ranks that can never go on, if nothing has changed by the time all states were taken."""
     known = {state.rank: state for state in states}
     able = {state.rank for state in states if state.state not in (WAITS, LEFT) or state.may_communicate}
-    while True:
-        more = {
-            state.rank
-            for state in states
-            if state.state == WAITS
-            and state.rank not in able
-            and any(_can_end(wait, state.rank, known, able) for wait in state.waits)
-        }
-        if not more:
-            return {state.rank for state in states if state.state == WAITS} - able
-        able |= more
+    waiting = [state for state in states if state.state == WAITS and state.rank not in able]
+    conditions: dict[object, _Condition] = {}
+    for state in waiting:
+        for wait in state.waits:
+            key = _key_of(wait, state.rank)
+            if key not in conditions:
+                conditions[key] = _condition(wait, state.rank, known)
+            conditions[key].frees.append(state.rank)
+    needed_by: dict[int, list[_Condition]] = defaultdict(list)
+    for condition in conditions.values():
+        for rank in condition.ranks:
+            needed_by[rank].append(condition)
+    new = list(able)
+    for condition in conditions.values():
+        if condition.left == 0:
+            new += condition.frees
+    able.update(new)
+    new = list(able)
+    while new:
+        for condition in needed_by.pop(new.pop(), ()):
+            condition.left -= 1
+            if condition.left == 0:
+                freed = set(condition.frees) - able
+                able |= freed
+                new += freed
+    return {state.rank for state in waiting} - able
 
 
-def _can_end(wait: Wait, rank: int, known: Mapping[int, RankState], able: set[int]) -> bool:
-    """Return whether able ranks, or nobody at all, can end a wait of `rank`."""
-    if wait.mpi_call or wait.own_limit:
-        return True
+def _key_of(wait: Wait, rank: int) -> object:
+    """Return what is equal where waits end by the same; of members their place in memory: they are many."""
+    ends = bool(wait.mpi_call or wait.own_limit), wait.is_local
     if wait.message is not None:
-        return _can_arrive(wait.message, rank, known, able)
+        return *ends, rank, wait.message
+    return *ends, wait.awaited, id(wait.members), wait.number, wait.ordinal, wait.what
+
+
+def _condition(wait: Wait, rank: int, known: Mapping[int, RankState]) -> _Condition:
+    """Return by which able ranks a wait of `rank` can end; of none, where it may end by itself."""
+    if wait.mpi_call or wait.own_limit:
+        return _Condition((), 0)
+    if wait.message is not None:
+        is_there = _is_there(wait.message, rank, known)
+        return _Condition((), 0) if is_there else _Condition({*wait.message.partners}, 1)
     if wait.awaited:
-        return able.issuperset(wait.awaited)
-    if wait.number:
+        needed = {*wait.awaited}
+    elif wait.number:
         key = group_key(wait.members, wait.ordinal)
-        come = {member for member in wait.members if known[member].num_begun.get(key, 0) >= wait.number}
-        return able >= {*wait.members} - come
-    if wait.members:
-        return all(wait.is_shared_by(known[member]) or member in able for member in wait.members)
-    return not wait.is_local
+        needed = {each for each in wait.members if known[each].num_begun.get(key, 0) < wait.number}
+    elif wait.members:
+        needed = {each for each in wait.members if not wait.is_shared_by(known[each])}
+    elif wait.is_local:
+        return _Condition((), 1)
+    else:
+        return _Condition((), 0)
+    return _Condition(needed, len(needed))
 
 
-def _can_arrive(message: Message, rank: int, known: Mapping[int, RankState], able: set[int]) -> bool:
-    """Return whether some partner has the other end of a message, or is able to come to it."""
+def _is_there(message: Message, rank: int, known: Mapping[int, RankState]) -> bool:
+    """Return whether some partner has the other end of a message."""
     other_end = message.group, message.tag, not message.receives
-    return not able.isdisjoint(message.partners) or any(
+    return any(
         (other.group, other.tag, other.receives) == other_end and rank in other.partners
         for partner in message.partners
         for other in known[partner].messages
@@ -93,7 +137,11 @@ def describe_deadlock(states: Sequence[RankState], stuck: set[int]) -> str:
     """Say who waits where and for which ranks; of those that are able, what they do."""
     why = "they wait for each other, or for a rank that has ended its program"
     lines = [f"{ranks_text(stuck)} can never go on: {why}:"]
+    states = Survey(states)
     for state in states:
+        if len(lines) > MAX_LINES:
+            lines.append("  ... and others")
+            break
         if state.rank not in stuck:
             lines.append(f"  rank {state.rank} {'has left' if state.state == LEFT else state.state}")
             continue
@@ -159,10 +207,14 @@ class DeadlockDetector:
         if any(before.get(rank) != suspects[rank] for rank in stuck):
             self._next_s = time.monotonic() - self._since_s + SURE_S  # seen for the first time
             return
-        serials = [(rank, [wait.serial for wait in states[rank].waits]) for rank in stuck]
-        text = encode_notice(describe_deadlock(states, stuck), serials)
-        self._collector.notify(text, stuck - {self._collector.rank})
-        self._notices.append((time.monotonic(), text))
+        text = describe_deadlock(states, stuck)
+        for domain in self._collector.domains:  # each is told of its own ranks' waits alone
+            here = stuck.intersection(domain)
+            serials = [(rank, [wait.serial for wait in states[rank].waits]) for rank in sorted(here)]
+            notice = encode_notice(text, serials)
+            self._collector.notify(notice, here - {self._collector.rank})
+            if self._collector.rank in here:
+                self._notices.append((time.monotonic(), notice))
         self._carry_out_notices()
 
     def _carry_out_notices(self) -> None:

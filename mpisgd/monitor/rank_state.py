@@ -5,6 +5,8 @@ and another process of the same user, also one in a sandbox, can have such memor
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +37,18 @@ STOPPED = "stopped"  # the process is stopped by a signal
 GONE = "gone"  # there is no such process any more
 UNRESPONSIVE = "unresponsive"  # it does not answer, and nobody can say more than `note` does
 
+MOST_RANKS = 2**20  # in one list of a message; more would only fill the memory of who reads it
+
 
 def group_key(ranks: Sequence[int], ordinal: int) -> str:
     """Return a key of a group that is the same on all of its ranks, whatever names they have for it."""
-    return f"[{','.join(map(str, ranks))}] {ordinal}"
+    return f"{_digest(tuple(ranks))} {ordinal}"
+
+
+@functools.lru_cache
+def _digest(ranks: tuple[int, ...]) -> str:
+    """Return a text for ranks that is not longer where there are more of them."""
+    return hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,45 @@ def encode(states: Sequence[RankState], max_bytes: int | None = None) -> bytes:
 
 
 def _as_json(states: Sequence[RankState]) -> bytes:
-    return json.dumps([dataclasses.asdict(state) for state in states]).encode()
+    return json.dumps([_entry_of(state) for state in states]).encode()
+
+
+def _entry_of(state: RankState) -> dict[str, Any]:
+    waits = [_entry_of_wait(wait) for wait in state.waits]
+    return {**vars(state), "waits": waits, "messages": [_entry_of_message(each) for each in state.messages]}
+
+
+def _entry_of_wait(wait: Wait) -> dict[str, Any]:
+    message = None if wait.message is None else _entry_of_message(wait.message)
+    ranks = {name: _rows(getattr(wait, name)) for name in ("awaited", "members")}
+    return {**vars(wait), **ranks, "message": message}
+
+
+def _entry_of_message(message: Message) -> list[Any]:
+    return [message.group, message.receives, _rows(tuple(message.partners)), message.tag]
+
+
+# What all ranks of a job are to each other must not take room for each of them in the state of each.
+
+
+@functools.lru_cache
+def _rows(ranks: tuple[int, ...]) -> list[list[int]]:
+    """Return ranks as rows at equal distances, in their order: first, distance and number of each."""
+    rows: list[list[int]] = []
+    for rank in ranks:
+        if rows:
+            first, step, count = rows[-1]
+            if count == 1 or rank == first + step * count:
+                rows[-1] = [first, rank - first if count == 1 else step, count + 1]
+                continue
+        rows.append([rank, 0, 1])
+    return rows
+
+
+@functools.lru_cache
+def _in_rows(rows: tuple[tuple[int, int, int], ...]) -> tuple[int, ...]:
+    """Return the ranks of `_rows`; the same object for the same ones."""
+    return tuple(first + step * i for first, step, count in rows for i in range(count))
 
 
 def _shortened(state: RankState) -> RankState:
@@ -152,7 +200,7 @@ def _message(entry: Any) -> Message | None:
     if entry is None:
         return None
     group, receives, partners, tag = _list(entry)
-    return Message(_line(group), _flag(receives), _numbers(partners), _number(tag))
+    return Message(_line(group), _flag(receives), _ranks(partners), _number(tag))
 
 
 def _messages(entries: Any) -> tuple[Message, ...]:
@@ -198,6 +246,20 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(map(_number, _list(value)))
 
 
+def _ranks(value: Any) -> tuple[int, ...]:
+    rows = tuple(_row(entry) for entry in _list(value))
+    if sum(count for _, _, count in rows) > MOST_RANKS:
+        raise ValueError("more ranks than a job has")
+    return _in_rows(rows)
+
+
+def _row(entry: Any) -> tuple[int, int, int]:
+    first, step, count = _numbers(entry)
+    if count < 0:
+        raise ValueError("expected a number of ranks")
+    return first, step, count
+
+
 def _seconds(value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError("expected a number")
@@ -212,7 +274,7 @@ def _flag(value: Any) -> bool:
 
 _OF_WAIT: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("what", "group", "site", "thread", "mpi_call"), _line),
-    **dict.fromkeys(("awaited", "members"), _numbers),
+    **dict.fromkeys(("awaited", "members"), _ranks),
     **dict.fromkeys(("number", "ordinal", "serial"), _number),
     **{each.name: _flag for each in dataclasses.fields(Wait) if isinstance(each.default, bool)},
     "message": _message,

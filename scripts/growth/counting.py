@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mpisgd.job.lifecycle import current_job
 
-__all__ = ["Count", "counted", "network", "so_far"]
+__all__ = ["Count", "counted", "instructions_of", "so_far"]
 
 NETWORK = "/transport/loopback/"
 
@@ -44,16 +44,10 @@ class Count(NamedTuple):
         return Count(*less)._replace(partners=self.partners)
 
 
-def network() -> Any:
-    """Return the network of the run that this thread is a rank of."""
-    return current_job().communicator.context.network
-
-
-def so_far(whole: Any = None, process: int | None = None) -> Count:
+def so_far() -> Count:
     """Return what this rank has done since the run began."""
-    if process is None:
-        process = current_job().communicator.process
-    traffic = (whole or network()).traffic[process]
+    communicator: Any = current_job().communicator
+    traffic = communicator.context.network.traffic[communicator.process]
     return Count(
         traffic.messages, traffic.message_bytes, len(traffic.partners), traffic.calls, traffic.call_bytes
     )
@@ -65,14 +59,19 @@ def counted(act: Callable[[], Any], *, instructions: bool) -> Count:
     if not instructions:
         act()
         return so_far().since(before)
-    counter = _Instructions()
-    outer = sys.gettrace()
+    number = instructions_of(act)
+    return so_far().since(before)._replace(instructions=number)
+
+
+def instructions_of(act: Callable[[], Any]) -> int:
+    """Do something; return how many instructions of Python's bytecode it took, without those of a network."""
+    counter, outer = _Instructions(), sys.gettrace()
     sys.settrace(counter.trace)
     try:
         act()
     finally:
         sys.settrace(outer)
-    return so_far().since(before)._replace(instructions=counter.number)
+    return counter.number
 
 
 class _Instructions:

@@ -18,6 +18,7 @@ import pytest
 
 from mpisgd.errors import NotInitialized
 from mpisgd.monitor.rank_snapshot import stack_of, take_snapshot
+from mpisgd.monitor.rank_state import group_key
 from mpisgd.threads import wait_registry
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 from mpisgd.threads.waiting import Backoff
@@ -156,7 +157,7 @@ def test_a_group_that_is_closed_meanwhile_is_left_out():
     queue = SimpleNamespace(consistency=consistency, running=None)
     group = SimpleNamespace(name="world", ranks=(0, 1), ordinal=0, queue=queue, point_to_point=messages)
     state = take_snapshot(0, "here", [ClosedGroup(), group], stacks=False)
-    assert state.num_begun == {"[0,1] 0": 5}
+    assert state.num_begun == {group_key((0, 1), 0): 5}
     assert state.progress == 7
 
 
