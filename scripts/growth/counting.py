@@ -13,8 +13,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from mpisgd.job.lifecycle import current_job
+from mpisgd.transport.loopback.traffic import Traffic
 
-__all__ = ["Count", "counted", "instructions_of", "so_far"]
+__all__ = ["Count", "counted", "instructions_of", "so_far", "traffic_of_this_rank"]
 
 NETWORK = "/transport/loopback/"
 
@@ -44,23 +45,28 @@ class Count(NamedTuple):
         return Count(*less)._replace(partners=self.partners)
 
 
-def so_far() -> Count:
-    """Return what this rank has done since the run began."""
+def traffic_of_this_rank() -> Traffic:
+    """Return what counts the messages of this rank, in whichever job it is."""
     communicator: Any = current_job().communicator
-    traffic = communicator.context.network.traffic[communicator.process]
-    return Count(
-        traffic.messages, traffic.message_bytes, len(traffic.partners), traffic.calls, traffic.call_bytes
-    )
+    traffic: Traffic = communicator.context.network.traffic[communicator.process]
+    return traffic
+
+
+def so_far(traffic: Traffic | None = None) -> Count:
+    """Return what this rank has done since the run began."""
+    found = traffic or traffic_of_this_rank()
+    return Count(found.messages, found.message_bytes, len(found.partners), found.calls, found.call_bytes)
 
 
 def counted(act: Callable[[], Any], *, instructions: bool) -> Count:
     """Do something on this rank; return what it took."""
-    before = so_far()
-    if not instructions:
+    traffic = traffic_of_this_rank()
+    before, number = so_far(traffic), 0
+    if instructions:
+        number = instructions_of(act)
+    else:
         act()
-        return so_far().since(before)
-    number = instructions_of(act)
-    return so_far().since(before)._replace(instructions=number)
+    return so_far(traffic).since(before)._replace(instructions=number)
 
 
 def instructions_of(act: Callable[[], Any]) -> int:

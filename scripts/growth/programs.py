@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from torch import Tensor
 import mpisgd
 from mpisgd import checkpoint, compress
 from mpisgd.job.groups import close_group
-from mpisgd.methods.catalogue import optimizers, strategies, text_of
+from mpisgd.methods.catalogue import strategies, text_of
 
-__all__ = ["Acts", "checkpoint_acts", "group_acts", "method_acts", "methods", "operation_acts"]
+__all__ = ["PAIRWISE", "Acts", "everything", "methods"]
 
 Acts = Mapping[str, Callable[[], Any]]
 
-SMALL, LARGE = 4, 2**18  # elements: 16 bytes, and 1 MiB
+PAIRWISE = ("all_to_all, sizes",)  # each rank sends each other one a message, as MPI's own does
+SMALL, LARGE = 4, 2**15  # elements: 16 bytes, and 128 KiB
 WIDTH = 64
 STEPS = 4
 
@@ -44,7 +45,7 @@ def operation_acts() -> Acts:
     return {
         "barrier": mpisgd.barrier,
         "all_reduce, 16 B": lambda: mpisgd.all_reduce(small),
-        "all_reduce, 1 MiB": lambda: mpisgd.all_reduce(large),
+        "all_reduce, 128 KiB": lambda: mpisgd.all_reduce(large),
         "broadcast": lambda: mpisgd.broadcast(small, 0),
         "reduce": lambda: mpisgd.reduce(small, 0),
         "all_gather": lambda: mpisgd.all_gather(each, small),
@@ -98,18 +99,34 @@ def method_acts(name: str, optimizer_of: Callable[[Any], Any]) -> Acts:
             model(torch.ones(2, WIDTH)).sum().backward()
             made[0].step()
 
-    return {f"{name}, made": begin, f"{name}, first steps": steps, f"{name}, steps": steps}
+    return {f"{name}, made": begin, f"{name}, first steps": steps, f"{name}, {STEPS} steps": steps}
+
+
+def everything(names: Sequence[str], folder: Path | None = None, *, is_pairwise: bool = True) -> Acts:
+    """Return all acts, with some of the methods.
+
+    Args:
+        names: of methods.
+        folder: for checkpoints; None: without these.
+        is_pairwise: whether each rank may send a message to each other.
+    """
+    known = methods()
+    found = {**operation_acts(), **group_acts(), **({} if folder is None else checkpoint_acts(folder))}
+    for name in names:
+        found |= method_acts(name, known[name])
+    return found if is_pairwise else {name: act for name, act in found.items() if name not in PAIRWISE}
 
 
 def methods() -> dict[str, Callable[[Any], Any]]:
     """Return by name what makes an optimizer of a model: each example of each strategy, and some more."""
     found: dict[str, Callable[[Any], Any]] = {}
     for strategy in (example for kind in strategies() for example in kind.examples()):
-        found[text_of(strategy)] = partial(_wrapped, strategy=strategy)
+        found[text_of(strategy).removeprefix("mpisgd.")] = partial(_wrapped, strategy=strategy)
     for compressor in (compress.TopK(0.01), compress.PowerSGD(2), compress.SignSGD()):
-        found[text_of(compressor)] = partial(_wrapped, compression=compressor)
-    for kind in optimizers():
-        found[f"mpisgd.{kind.__name__}"] = lambda model, kind=kind: kind(model.parameters(), lr=0.01)
+        found[text_of(compressor).removeprefix("mpisgd.compress.")] = partial(
+            _wrapped, compression=compressor
+        )
+    found["Dion"] = lambda model: mpisgd.Dion(model.parameters(), lr=0.01)
     return found
 
 
