@@ -19,6 +19,7 @@ import numpy as np
 
 from mpisgd.errors import InvalidArgument
 from mpisgd.tools.plan.network import Placement
+from mpisgd.transport.internode.schedule import halves
 
 __all__ = ["ALL_REDUCE", "Round", "collective_rounds", "neighbours", "shift"]
 
@@ -111,12 +112,28 @@ def hierarchical(place: Placement, nbytes: float) -> list[Round]:
     """Return a reduction on each host, an exchange between the hosts, and a copy on each host.
 
     Every host finishes 1 / h of the elements: it gets everyone's sums of it, and hands the result to all.
-    Each of its ranks does so for the elements that it has added up; with one leader as many bytes pass.
+    Each of its ranks does so for the elements that it has added up; with one leader as many bytes pass. Many
+    hosts exchange by halving and doubling, see `mpisgd.transport.internode.schedule`.
     """
+    on_host = node(place, nbytes)
+    if halves(place.hosts):
+        between = _between_many(place, nbytes)
+        on_host = [each.listed(place) for each in on_host]
+        return [*on_host[:1], *between, *on_host[1:]]
     part = Round(NOBODY, NOBODY, nbytes / place.size, everyone=True, in_frames=True)
     between = [replace(part, combines=True), part] if place.hosts > 1 else []
-    on_host = node(place, nbytes)
     return [*on_host[:1], *between, *on_host[1:]] if place.ranks_per_host > 1 else between
+
+
+def _between_many(place: Placement, nbytes: float) -> list[Round]:
+    """Return the exchanges of halves between ranks of the same place on a power of two of hosts."""
+    hosts, ranks = np.divmod(np.arange(place.size), place.ranks_per_host)
+    halving = []
+    for number in range(place.hosts.bit_length() - 1):
+        partners = (hosts ^ (1 << number)) * place.ranks_per_host + ranks
+        part = nbytes / place.ranks_per_host / (2 << number)
+        halving.append(Round(np.arange(place.size), partners, part, combines=True, in_frames=True))
+    return [*halving, *(replace(each, combines=False) for each in reversed(halving))]
 
 
 def node(place: Placement, nbytes: float) -> list[Round]:

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import mpisgd
+from mpisgd.job.lifecycle import world
 from mpisgd.job.threads_as_ranks import run_ranks
+from mpisgd.tools.plan.network import Placement
+from mpisgd.tools.plan.simulation.messages import collective_rounds
 from mpisgd.transport.internode.leader_exchange import PAYLOAD_BYTES
 from mpisgd.transport.internode.schedule import FEW_HOSTS, MOST_BYTES, halves
 
@@ -89,3 +92,22 @@ def test_a_mismatch_is_found_on_every_rank():
 
 def test_only_powers_of_two_are_halved():
     assert [hosts for hosts in range(1, 70) if halves(hosts)] == [16, 32, 64]
+
+
+def test_the_planner_counts_the_messages_that_are_sent():
+    hosts, nbytes = 16, 65536  # of which each message is sent whole
+
+    def program():
+        communicator = world().queue.communicator
+        tensor = torch.ones(nbytes // 4)
+        counts = []
+        for act in (mpisgd.barrier, lambda: mpisgd.all_reduce(tensor)):
+            before = communicator.sent_messages, communicator.sent_bytes
+            act()
+            counts.append((communicator.sent_messages - before[0], communicator.sent_bytes - before[1]))
+        (check, check_bytes), (sent, sent_bytes) = counts
+        return sent - check, sent_bytes - check_bytes
+
+    rounds = collective_rounds("all_reduce", "hierarchical", Placement(hosts, 1), nbytes)
+    expected = len(rounds), sum(each.nbytes for each in rounds)
+    assert run_ranks(hosts, program, ranks_per_host=(1,) * hosts) == [expected] * hosts
