@@ -85,7 +85,7 @@ def main(
             "instructions of Python's bytecode on the first rank, without those of the network; "
             "bytes of MPI's calls are what they take and give",
             *(
-                f"a group on {shape}: for each rank {taken:,} bytes of Python's memory, {opened:.1f} descriptors"
+                f"a group on {shape}, for each rank: {taken:,} bytes of Python, {opened:.1f} descriptors"
                 for shape, taken, opened in memory
             ),
         ],
