@@ -43,10 +43,12 @@ FIELDS = {
 }
 
 
-def counts_of(shape: Shape) -> dict[str, Count]:
+def counts_of(shape: Shape, short: bool) -> dict[str, Count]:
     """Everything on some hosts, and the loss of a rank; of many ranks operations and groups."""
     if shape.size > MOST_RANKS:
         return count_acts(shape, lambda: everything((), is_pairwise=False), traced=TRACED)
+    if short:
+        return count_acts(shape, lambda: everything(METHODS), traced=TRACED)
     with tempfile.TemporaryDirectory() as folder:
         found = count_acts(shape, lambda: everything(METHODS, Path(folder)), traced=TRACED)
     return {**found, "loss of a rank, to the next step": count_recovery(shape)}
@@ -56,13 +58,14 @@ def counts_of(shape: Shape) -> dict[str, Count]:
 def main(
     to: Annotated[Path, typer.Option("--json", help="where the record goes")],
     many: Annotated[bool, typer.Option(help="count 1,024 ranks, too")] = True,
+    short: Annotated[bool, typer.Option(help="leave out checkpoints, losses and memory")] = False,
 ) -> None:
     """Count, and write a record."""
     warnings.simplefilter("ignore")
     shapes = [*LAW_SHAPES, *FEW_SHAPES, *(MANY_SHAPES if many else ())]
     counts = {}
     for shape in shapes:
-        counts[shape] = counts_of(shape)
+        counts[shape] = counts_of(shape, short)
         print(f"{shape}: counted", file=sys.stderr)
     laws = laws_of({shape: counts[shape] for shape in LAW_SHAPES})
     columns = ["what", *(f"{name}: law" for name in FIELDS)]
@@ -75,7 +78,7 @@ def main(
             count = counts[shape].get(act)
             row += ["" if count is None else f"{getattr(count, field):,}" for field in FIELDS.values()]
         cells.append(row)
-    memory = [[str(shape), *memory_of_a_group(shape)] for shape in LAW_SHAPES]
+    memory = [[str(shape), *memory_of_a_group(shape)] for shape in LAW_SHAPES if not short]
     record = {
         "kind": "growth",
         **provenance(),
