@@ -33,7 +33,7 @@ FEW_SHAPES = (Shape(2, 2), Shape(8, 2))
 MANY_SHAPES = (Shape(128, 8),)
 MOST_RANKS = 256  # of which everything is counted
 TRACED = (0,)  # the ranks whose instructions are counted
-METHODS = ("Synchronous()", "Sharded(stage=2)")  # a test counts all of them
+METHODS = ("Synchronous()", "Sharded(stage=2)")
 FIELDS = {
     "messages": "messages",
     "bytes": "message_bytes",

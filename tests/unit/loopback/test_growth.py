@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from growth.laws import ALLOWED, LAWS, law_of, laws_of
-from growth.programs import PAIRWISE, everything, methods
-from growth.runs import Shape, count_acts, count_recovery
+from growth.programs import PAIRWISE, everything
+from growth.runs import Shape, count_acts
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
@@ -15,10 +15,6 @@ from mpisgd.transport.loopback.links import Links
 
 # More hosts than send each other one message each.
 SHAPES = [Shape(16, 2), Shape(32, 2), Shape(16, 4)]
-# By definition every rank is every other's neighbour.
-COMPLETE = "Gossip(topology=mpisgd.gossip.Complete(), style='combine_then_adapt')"
-# Without a compression there is none; windows between hosts need MPI.
-LEFT_OUT = ("mode='async'", "mode='ssp'", "consensus_step")
 
 
 def faster_than_allowed(counts, *pairwise):
@@ -37,16 +33,6 @@ def test_operations_groups_and_steps_grow_as_they_may():
     }
     assert not faster_than_allowed(counts, *PAIRWISE)
     assert counts[SHAPES[0]]["barrier"].messages == 4
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_methods_checkpoints_and_recoveries_grow_as_they_may(tmp_path):
-    names = [name for name in methods() if not any(part in name for part in LEFT_OUT)]
-    counts = {shape: count_acts(shape, lambda: everything(names, tmp_path)) for shape in SHAPES}
-    for shape in SHAPES:
-        counts[shape]["recovery"] = count_recovery(shape)
-    assert not faster_than_allowed(counts, *PAIRWISE, COMPLETE)
 
 
 def test_laws_are_told_apart():
@@ -77,7 +63,7 @@ def seconds(hosts: int, nbytes: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "nbytes"), [(16, 4_000_000), pytest.param(128, 25_000_000, marks=pytest.mark.long)]
+    ("hosts", "nbytes"), [(16, 4_000_000), pytest.param(128, 8_000_000, marks=pytest.mark.long)]
 )
 def test_a_large_all_reduce_takes_what_the_links_take(hosts, nbytes):
     bound_s = 2 * (hosts - 1) / hosts * nbytes / BYTES_PER_S
