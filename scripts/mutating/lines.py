@@ -44,10 +44,13 @@ class Trace:
         """Write what was found, in a file of this process."""
         self._traced.stop()
         data, lines = self._traced.get_data(), {}
+        numbers = {name: number for number, name in enumerate(self._took_s)}
         for file in data.measured_files():
-            names = data.contexts_by_lineno(file)
             path = str(Path(file).relative_to(self._package))
-            lines[path] = {line: [name for name in each if name] for line, each in names.items()}
+            lines[path] = {
+                line: [numbers[name] for name in names if name in numbers]
+                for line, names in data.contexts_by_lineno(file).items()
+            }
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
             json.dump({"took_s": self._took_s, "lines": lines, "failed": sorted(self.failed)}, file)
 
@@ -66,17 +69,26 @@ class Lines:
     def __init__(self, folder: Path) -> None:
         self.took_s: dict[Item, float] = {}
         self.failed = set[str]()
-        self._items: dict[tuple[str, int], set[Item]] = {}
+        self._executing: dict[tuple[str, int], int] = {}  # by bits: the items, by their places in `took_s`
+        places: dict[str, int] = {}
         for path in sorted(folder.glob("*/*.json")):
             found = json.loads(path.read_text())
             self.failed.update(found["failed"])
             for name, seconds in found["took_s"].items():
                 item = Item.named(name)
+                places.setdefault(name, len(places))
                 self.took_s[item] = max(seconds, self.took_s.get(item, 0.0))
+            here = [1 << places[name] for name in found["took_s"]]
             for file, lines in found["lines"].items():
-                for line, names in lines.items():
-                    self._items.setdefault((file, int(line)), set()).update(map(Item.named, names))
+                for line, numbers in lines.items():
+                    bits = self._executing.get((file, int(line)), 0)
+                    for number in numbers:
+                        bits |= here[number]
+                    self._executing[file, int(line)] = bits
 
     def items(self, path: str, lines: Iterable[int]) -> set[Item]:
-        """Return what executes one of these lines of a file of the package; nothing: all items."""
-        return {item for line in lines for item in self._items.get((path, line), ())}
+        """Return what executes one of these lines of a file of the package."""
+        bits = 0
+        for line in lines:
+            bits |= self._executing.get((path, line), 0)
+        return {item for place, item in enumerate(self.took_s) if bits >> place & 1}
