@@ -407,8 +407,10 @@ class GradientReducer(GradientSync):
 
 def _in_place(slot: BucketSlot, params: Sequence[Tensor]) -> list[int]:
     """Return the parameters of a bucket whose gradients lie where they travel."""
-    first = slot.storage.flat.data_ptr()
-    last = first + slot.storage.flat.nbytes
     grads = {i: params[i].grad for i in slot.bucket.indices}
     dense = {i: grad for i, grad in grads.items() if grad is not None and not grad.is_sparse}
+    if not dense:  # they may be at their owners, and what has travelled is freed then
+        return []
+    first = slot.storage.flat.data_ptr()
+    last = first + slot.storage.flat.nbytes
     return [i for i, grad in dense.items() if first <= grad.data_ptr() < last]

@@ -31,6 +31,8 @@ from mpisgd.tools.verification.programs.program import (
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 from mpisgd.tools.verification.programs.variants import variants
 
+CODED = "mpisgd.Sharded(stage=2, gradients=mpisgd.compress.BlockQuantized(bits=8, block=64))"
+
 
 def check(*events, ranks=2, layers, optimizers, exact=False, seed=0, scaler=False):
     """Run a program and its variants, and compare it with one process where that can be."""
@@ -452,9 +454,23 @@ def test_lbfgs_without_any_element_is_no_program_of_fewer_ranks(shape):
 
 
 def test_a_rank_that_comes_back_has_the_scale_of_the_others():
-    strategy = "mpisgd.Sharded(stage=2, gradients=mpisgd.compress.BlockQuantized(bits=8, block=64))"
-    optimizer = Optimizer("SGD", (("lr", 0.25),), (0,), (("strategy", strategy),))
+    optimizer = Optimizer("SGD", (("lr", 0.25),), (0,), (("strategy", CODED),))
     events = (Reload(True, 2), Backward((3,), overflow=(0,)), Step(), Reload(True, 3), Backward((4,)), Step())
     program = Program(116006346, 3, 1, False, (Layer(shape=(1,)),), (optimizer,), events, scaler=True)
     verdict = ThreadsBackend().run(program)
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# All pairs of situations. A backward that raises had sent a long gradient to its owner, where it was freed:
+# resetting it looked for the memory from which it had travelled.
+
+
+@pytest.mark.parametrize("strategy", ["mpisgd.Sharded(stage=2)", CODED])
+def test_a_long_gradient_is_at_its_owner_when_a_backward_fails(strategy):
+    options = (("strategy", strategy), ("op", "mpisgd.ReduceOp.SUM"), ("bucket_cap_bytes", "1"))
+    layers = (Layer(shape=(1,)), Layer(shape=(70_000,)))
+    optimizer = Optimizer("SGD", (("lr", 0.25),), (0, 1), options)
+    step = (ZeroGrad(), Backward((1,)), Step())
+    events = (*step, ZeroGrad(), FailedBackward((2,)), *step)
+    verdict = ThreadsBackend().run(Program(0, 2, 0, False, layers, (optimizer,), events))
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
