@@ -33,7 +33,8 @@ COLUMNS = 10
 QUOTIENTS, QUOTIENT_DRIFT = ("d", "ro", "al", "H_diag"), 1e-3
 SINGLE_DRIFT = 1e-5  # where the loss has parts in float32, which has 29 bits less
 SHARE = 0.01  # of what a step moves: else one without communication might pass
-ROUNDING = 1e-12  # moves parameters so far at most
+ROUNDING = 1e-12  # moves parameters of float64 so far at most,
+LAST_PLACES = 4  # and others so many times the last place of 1
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
 
 
@@ -135,10 +136,17 @@ def _limits(reference: Run) -> dict[int, float]:
     limits, before, last = dict[int, float](), list[Tensor](), math.inf
     for event, params in reference.params.items():
         pairs = [pair for pair in zip(before, params, strict=bool(before)) if pair[0].numel()]
-        moved = max((float((one.double() - other.double()).abs().max()) for one, other in pairs), default=0.0)
-        last = SHARE * moved if moved > ROUNDING else last
+        moved = max((_moved(one, other) for one, other in pairs), default=0.0)
+        last = SHARE * moved if moved else last
         limits[event], before = last, params
     return limits
+
+
+def _moved(before: Tensor, after: Tensor) -> float:
+    """Return how far a parameter has moved, 0 if rounding alone may have moved it."""
+    least = ROUNDING if after.dtype is torch.float64 else LAST_PLACES * torch.finfo(after.dtype).eps
+    distance = float((before.double() - after.double()).abs().max())
+    return distance if distance > least else 0.0
 
 
 def drift(program: Program) -> float:

@@ -58,7 +58,8 @@ def why_undefined(program: Program) -> str:
     keeps_nothing = codes and strategy.parameters is None
     if reduces and not is_local and not _reduces_once(program, keeps_nothing=keeps_nothing):
         return "a step with several reductions, or with none"
-    if program.exact and sent.chooses:
+    makes_equals = any(isinstance(event, events.Clip) and event.by_value for event in program.events)
+    if sent.chooses and (program.exact or makes_equals):
         return "among equals it chooses whichever it likes"
     if program.exact and codes and program.is_uneven:
         return "what is weighted may be as near to one multiple of a scale as to the next"
