@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import mpisgd
+from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.tools.verification.mode import Mode, between_orders
 from mpisgd.tools.verification.modes.synchronous import native, sgd
 from mpisgd.tools.verification.papers import paper_of
 from mpisgd.tools.verification.problem import Problem
+from mpisgd.tools.verification.programs.serial_definition import has_codes
 from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import trajectory
@@ -52,10 +54,18 @@ def by_paper(
 
     def simulate(problem: Problem, order: int) -> Tensor:
         lengths = [(name, param.nbytes) for name, param in problem.model().named_parameters()]
-        definition = paper_of(strategy_of(problem.size), compression, size=problem.size, lengths=lengths)
-        return trajectory(problem, make, definition, order, hosts=topology().nodes)
+        strategy = strategy_of(problem.size)
+        definition = paper_of(strategy, compression, size=problem.size, lengths=lengths)
+        return trajectory(problem, make, definition, order, hosts=_hosts(strategy))
 
     return simulate
+
+
+def _hosts(strategy: mpisgd.Strategy) -> Sequence[Sequence[int]]:
+    """Return the ranks of each host; where sums of hosts are coded, a rank without shared memory is one."""
+    if has_codes(strategy) and not world().shares_memory:
+        return [[rank] for rank in range(mpisgd.size())]
+    return topology().nodes
 
 
 def pushing(trainer: Trainer) -> Tensor:
