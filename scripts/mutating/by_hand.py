@@ -97,7 +97,7 @@ EDITS = (
     ),
     _Edit(
         "the outer step is taken from this rank's change",
-        "methods/diloco/diloco.py",
+        "methods/diloco/fragment.py",
         "            self._wait = self._mean.start(begun, ",
         "            self._wait = self._mean.start([c.clone() for c in begun], ",
     ),
@@ -127,9 +127,9 @@ EDITS = (
     ),
     _Edit(
         "what ranks keep during an overlap is exchanged with what they take",
-        "methods/diloco/diloco.py",
-        "torch._foreach_lerp_(params, outer, 1 - alpha)",
-        "torch._foreach_lerp_(params, outer, alpha)",
+        "methods/diloco/fragment.py",
+        "torch._foreach_lerp_(params, new, 1 - alpha)",
+        "torch._foreach_lerp_(params, new, alpha)",
     ),
     _Edit(
         "without locks a gradient counts whole",
