@@ -15,6 +15,8 @@ import argparse
 import json
 import os
 import random
+import shlex
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -92,7 +94,9 @@ def main() -> None:
             from mpisgd.tools.cli.provenance import provenance  # here alone: faults have been tried
 
             tables = [by_name(entries)] if args.by_hand else [by_room(entries), not_found(entries)]
-            args.json.write_text(json.dumps({"kind": "mutations", **provenance(), "tables": tables}))
+            record = {"kind": "mutations", **provenance(), "tables": tables}
+            record["command"] = f"./scripts/mutate {shlex.join(sys.argv[1:])}"
+            args.json.write_text(json.dumps(record))
 
 
 def _work(trials: Any, number: int, mutants: list[Mutant], out: Path) -> None:
@@ -142,8 +146,8 @@ def not_found(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def by_name(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the table of faults by hand."""
-    rows = [[entry["kind"], entry["check"] or "not found", _code(entry["item"])] for entry in entries]
-    return {"title": "faults by hand", "columns": ["fault", "found by", "what it says"], "rows": rows}
+    rows = [[entry["kind"], entry["check"] or "not found", f"{entry['seconds']:.0f}"] for entry in entries]
+    return {"title": "faults by hand", "columns": ["fault", "found by", "seconds"], "rows": rows}
 
 
 def _code(text: str) -> str:
