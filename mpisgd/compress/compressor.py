@@ -103,6 +103,8 @@ class BucketReducer(abc.ABC):
 
         If no rank has a gradient of a parameter, what is kept of it must not change. Such values in `state`
         are found by their shape; a rank that owns a part of the elements returns here where they are.
+        It is called before and after `reduce`, also before the first one, with a state that was loaded: what
+        has the same name both times gets its values back, the rest becomes 0.
 
         Args:
             start: first of these elements in the bucket.

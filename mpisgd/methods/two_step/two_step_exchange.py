@@ -147,14 +147,6 @@ class TwoStepExchange:
         assert self.state is not None
         self.state.server_error, self.state.server_begin = error.unsqueeze(0), torch.tensor(self._begin)
 
-    def server_error_of(self, start: int, stop: int) -> Tensor:
-        """Return the part of s_o for elements `start` to `stop` of the values: as many as this rank owns.
-
-        Of an exchange that keeps errors.
-        """
-        begin = self._begin
-        return self.server_error[max(0, start - begin) : max(0, stop - begin)]
-
     def average(self, values: Tensor) -> None:
         """Replace `values` by what all ranks get. Collective.
 

@@ -52,7 +52,13 @@ class TwoStepReducer(BucketReducer):
         return TwoStepExchange.bytes_on_the_wire(self._lengths, dtype, size, self._code)
 
     def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the errors of those elements that this rank averages."""
-        if self._exchange is None or self.state is None:
+        """Return the server's error of those elements that it is of: this rank's chunk, as it was last.
+
+        Also before the first reduction, in which it may be one that was loaded.
+        """
+        errors = self.state
+        if errors is None or errors.server_error is None or errors.server_begin is None:
             return {}
-        return {"server": self._exchange.server_error_of(start, stop)}
+        error, begin = errors.server_error[0], int(errors.server_begin)
+        of_chunk = f"server, {begin} to {begin + error.numel()}"  # one of another chunk begins anew
+        return {of_chunk: error[max(0, start - begin) : max(0, stop - begin)]}

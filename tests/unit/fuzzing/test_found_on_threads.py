@@ -361,6 +361,24 @@ def test_what_is_kept_for_a_parameter_is_converted_with_it(compression):
     check(*events, layers=[Layer(shape=(5,))], optimizers=[optimizer], seed=32005681)
 
 
+# Seeds 2958502894, 3761481616, 931792221, 886091749. Where new buckets began with a step in which nobody used
+# a parameter, its owner lost what it had left out of it.
+
+
+@pytest.mark.parametrize("between", [Reload(), SetFrozen(0, True)])
+@pytest.mark.parametrize(
+    "compression", ["BlockQuantized(bits=8, block=7, error_feedback=True)", "OneBit(two_step=True)"]
+)
+def test_an_owner_keeps_what_it_left_out_of_a_parameter_that_is_not_used_at_first(compression, between):
+    options = (("compression", f"mpisgd.compress.{compression}"), ("bucket_cap_bytes", "1"))
+    step = (Step(), ZeroGrad())
+    check(
+        *(Backward((1,)), *step, between, Backward((2,)), *step, Backward((3,)), *step),
+        layers=[Layer(shape=(3,)), Layer(shape=(3,)), Layer(shape=(70,), used_by="odd")],
+        optimizers=[Optimizer("SGD", (("lr", 0.25),), (0, 1, 2), options)],
+    )
+
+
 # Seed 71000990. A rank without a backward packed its gradients in the order of an earlier one, which
 # nobody saves: a resumed run drew other numbers.
 

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import mpisgd
+from mpisgd.compress.compressor import BucketLayout
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.compression_state import CompressionState, Untouched
+from mpisgd.gradients.kinds import DENSE, MISSING
+from mpisgd.job.lifecycle import world
+from mpisgd.job.threads_as_ranks import run_ranks
 
 NUMELS = {0: 2, 1: 3, 2: 1}
 
@@ -118,3 +123,22 @@ def test_the_order_of_packing_is_saved_beside_what_the_reducers_keep():
     assert "place" not in reducer.state
     second.take({}, {})
     assert second.order == ()
+
+
+def test_what_an_owner_left_out_of_a_parameter_without_a_gradient_stays_where_the_chunk_is_the_same():
+    """Where a rank is lost, that may be another one: of 200 elements 128 to 200, and then 0 to 128."""
+
+    def kept_of(begin: int, length: int) -> list[float]:
+        layout = BucketLayout((torch.Size([100]), torch.Size([100])), torch.float64)
+        reducer = mpisgd.compress.OneBit(two_step=True).reducer(layout)
+        kept = {"server_error": torch.arange(1.0, length + 1)[None], "server_begin": torch.tensor(begin)}
+        reducer.load_state_dict(kept)
+        slot: Any = SimpleNamespace(bucket=Bucket("float64:cpu", (0, 1), (0, 100), 200), reducer=reducer)
+        untouched = Untouched(slot, bytes([MISSING, DENSE]))
+        reducer.reduce(torch.ones(200, dtype=torch.float64), world(), mpisgd.ReduceOp.AVG)
+        untouched.put_back()
+        left: list[float] = reducer.state.server_error.flatten()[: 100 if mpisgd.rank() == 0 else 0].tolist()
+        return left
+
+    assert run_ranks(2, lambda: kept_of(*[(0, 128), (128, 72)][mpisgd.rank()]))[0] == list(range(1, 101))
+    assert not any(run_ranks(2, lambda: kept_of(*[(128, 72), (0, 128)][mpisgd.rank()]))[0])
