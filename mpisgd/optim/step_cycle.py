@@ -128,7 +128,8 @@ class StepCycle:
             return
         training = self._synchronizer.training
         trained = [param for _, param in training.named if param.requires_grad]
-        if not trained or any(param.grad is not None for param in trained):
+        leave = self._strategy.updates_files(training)  # gradients, as soon as they are there
+        if leave or not trained or any(param.grad is not None for param in trained):
             self._idle_steps = IDLE_STEPS
             return
         self._idle_steps += 1

@@ -22,6 +22,7 @@ from mpisgd.tools.verification.programs.contract import violation
 from mpisgd.tools.verification.programs.execute import has_reference
 from mpisgd.tools.verification.programs.program import Clip, Optimizer, Program, Reload, Step, parse
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.refusals import UNKNOWN, text_of_refusals, with_unknown
 from mpisgd.tools.verification.run_matrix import Matrix, Results, run_matrix, summary_of_matrix
 from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.situations import SITUATIONS, compose, plain_program
@@ -294,3 +295,30 @@ def test_all_that_is_broken_on_purpose_is_counted():
     assert all(each.sabotage for each in tried)
     assert not [each for each in tried if each.is_fault]
     assert "broken on purpose are found" in summary_of_matrix(tried)[-1]
+
+
+@pytest.mark.parametrize(
+    ("method", "situations", "kind"),
+    [
+        ("LocalSGD(sync_every=2)", ("sum",), "refused"),
+        ("compress.TopK(ratio=0.3)", ("sum",), UNKNOWN),
+        ("compress.TopK(ratio=0.3)", (), UNKNOWN),
+        ("compress.TopK(ratio=0.3)", ("sum", "overlap"), "refused"),
+    ],
+)
+def test_a_refusal_that_was_not_there_before_is_a_fault(method, situations, kind):
+    tried = with_unknown(Tried(method, situations, "refused", "why"))
+    assert (tried.kind, tried.text, tried.is_fault) == (kind, "why", kind == UNKNOWN)
+    allowed = Tried(method, situations, "ok")
+    assert with_unknown(allowed) == allowed
+
+
+def test_refusals_are_written_as_they_are_read():
+    found = [
+        Tried("TopK(ratio=0.3)", ("sum",), "refused"),
+        Tried("TopK(ratio=0.5)", ("sum",), UNKNOWN),
+        Tried("LocalSGD(2)", ("sum",), "refused"),
+        Tried("LocalSGD(2)", ("clipped",), "ok"),
+        Tried("LocalSGD(2)", ("sum", "clipped"), "refused"),
+    ]
+    assert text_of_refusals(found) == "sum: LocalSGD | TopK\n"
