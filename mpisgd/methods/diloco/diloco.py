@@ -149,7 +149,8 @@ class DiLoCo(Strategy):
                 if getattr(self, name) is not None:
                     raise InvalidArgument(f"DiLoCo: {name}={shown(getattr(self, name))} goes with quorum=")
             return
-        if quorum != "all" and (isinstance(quorum, bool) or not isinstance(quorum, int) or quorum < 1):
+        is_count = isinstance(quorum, int) and not isinstance(quorum, bool) and quorum >= 1
+        if not (is_count or (isinstance(quorum, str) and quorum == "all")):
             raise InvalidArgument(f'DiLoCo: quorum={shown(quorum)}; expected a number of learners, or "all"')
         for name, other in (("overlap_steps", 0), ("fragments", 1)):
             if getattr(self, name) != other:
@@ -157,9 +158,10 @@ class DiLoCo(Strategy):
                     f"DiLoCo: {name}={getattr(self, name)} does not go with quorum={shown(quorum)}: learners "
                     "send all parameters, and wait for the outer step"
                 )
-        if self.grace_s is not None and self.grace_s != 0:
+        waits_not = isinstance(self.grace_s, (int, float)) and self.grace_s == 0
+        if self.grace_s is not None and not waits_not:
             check_timeout("DiLoCo", "grace_s", self.grace_s)
-        if self.weights not in (None, *WEIGHTS):
+        if self.weights is not None and not (isinstance(self.weights, str) and self.weights in WEIGHTS):
             raise InvalidArgument(f"DiLoCo: weights={shown(self.weights)}; expected one of {WEIGHTS}")
 
     def _rule(self, size: int) -> Rule:

@@ -406,6 +406,9 @@ CALLS: dict[str, Call] = {
             "fragments": positive_int,
             "overlap_steps": junk.natural,
             "overlap_alpha": lambda value: isinstance(value, (int, float)) and 0 <= value <= 1,
+            "quorum": either(nothing, positive_int),
+            "grace_s": nothing,  # it goes with quorum=
+            "weights": nothing,
         },
     ),
     "ElasticAveraging": Call(
