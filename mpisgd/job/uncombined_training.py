@@ -5,6 +5,8 @@ Each rank then trains a model of its own, nothing fails, and the exit code is 0.
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from mpisgd.core.group import Group
 from mpisgd.job.job_of_thread import job_place
 from mpisgd.monitor.step_counter import counter
@@ -37,6 +39,8 @@ class _LastBroadcast:
         """Look whether there were steps and no operations."""
         job, taken = job_place().job, counter.words[0] - self.steps
         if job is None or job.groups != [job.world] or taken <= 0:
+            return
+        if dist.is_available() and dist.is_initialized():  # what torch combines by another backend
             return
         if job.world.queue.consistency.number == self.number:
             print_to_user(
