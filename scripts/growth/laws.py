@@ -28,10 +28,8 @@ ALLOWED = {
     "call_bytes": "ranks",
     "instructions": "ranks",
 }
-SLACK, LEAST = (
-    0.06,
-    0.5,
-)  # a count may exceed its law by such a share, and by so many: numbers take more digits
+# A count may exceed its law by such a share, and by so many: numbers take more digits.
+SLACK, LEAST = 0.06, 0.5
 
 
 def law_of(counts: Mapping[Shape, int]) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mpisgd
 import mpisgd.checkpoint
 from mpisgd import DiLoCo
-from mpisgd.errors import InvalidArgument, PeerLost
+from mpisgd.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from mpisgd.job.threads_as_ranks import LOST, lose_ranks, run_ranks
 from mpisgd.threads import scheduling
 
@@ -124,6 +124,28 @@ def test_nobody_waits_longer_than_the_grace_for_one_that_is_not_there():
     longest = [max(each) for each in took]
     assert 0.5 <= max(longest) < 0.6, longest
     assert longest[1] < 0.1, longest  # which comes late to a round of others, and goes on at once
+
+
+def test_who_has_finished_is_told_which_learner_does_nothing():
+    def train() -> str:
+        params = PROGRAM.start()
+        optimizer: Any = mpisgd.DistributedOptimizer(
+            sgd(list(params.values())), strategy=DiLoCo(2, quorum=2, grace_s=0)
+        )
+        for step in range(4):
+            PROGRAM.loss(params, 0, PROGRAM.terms(mpisgd.rank(), step)[0]).backward()
+            optimizer.step()
+        scheduling.sleep(30.0 if mpisgd.rank() == 1 else 0.0)
+        try:
+            optimizer.synchronizer.finish()
+        except CollectiveTimeout as exc:
+            return str(exc)
+        return ""
+
+    found = run_ranks(3, train, timeout_s=20.0, seed=2)
+    for rank in (0, 2):
+        assert "rank 1 has not called synchronizer.finish()" in found[rank], found
+        assert "20.0 s" in found[rank]
 
 
 def test_nobody_waits_where_all_have_come():

@@ -21,7 +21,7 @@ from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.method_state import REBUILD, own
 from mpisgd.methods.diloco.outer import OuterChoice, OuterOptimizer
 from mpisgd.methods.diloco.quorum.link import Link
-from mpisgd.methods.diloco.quorum.messages import CLOSE, DONE, ENTER, FEW, MIXED, TAKE, Said, Told
+from mpisgd.methods.diloco.quorum.messages import CLOSE, DONE, ENTER, FEW, MIXED, STALLED, TAKE, Said, Told
 from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds, Rule
 from mpisgd.methods.diloco.quorum.syncer import PLACE, Syncer
 from mpisgd.methods.strategy.flat_copy import FlatCopy
@@ -133,6 +133,7 @@ class QuorumSynchronizer(LocalSynchronizer):
                 self._communicator,
                 rounds,
                 self._pace.rule.quorum,
+                group.queue.consistency.timeout_s,
                 self.outer_events,
                 lambda: not group.is_usable,
             )
@@ -266,6 +267,12 @@ class QuorumSynchronizer(LocalSynchronizer):
                 f"DiLoCo(quorum={quorum}): {told.left} learners are left of {self.training.group.size}, so "
                 "that there is no quorum any more"
             )
+        if told.kind == STALLED:
+            group = self.training.group
+            raise CollectiveTimeout(
+                f"DiLoCo(quorum=): rank {group.ranks[told.late]} has not called synchronizer.finish(), and "
+                f"no learner has come to an outer step for {group.queue.consistency.timeout_s:.1f} s"
+            )
         if told.kind == MIXED:
             raise InvalidArgument(
                 "DiLoCo(quorum=): some learners have called next_batch(examples=), and others have not; call "
@@ -286,12 +293,15 @@ class QuorumSynchronizer(LocalSynchronizer):
 
         Waits until every other learner that is not lost has called it, too. Steps since this learner's last
         outer step stay out, as they do of the consensus of any `DiLoCo`.
+
+        Raises:
+            CollectiveTimeout: a learner has not, and none has come to an outer step for the group's timeout.
         """
         if self._link is None or self._is_done:
             raise InvalidArgument("DiLoCo(quorum=): finish() comes once, after the last step")
-        told = self._link.ask(Said(DONE), limit_s=NO_LIMIT_S)
-        self._take(told._replace(entered=0), into=self.tensors())
+        told = self._link.ask(Said(DONE), limit_s=NO_LIMIT_S)  # the syncer ends it
         self._is_done = True
+        self._take(told._replace(entered=0), into=self.tensors())
 
     # -- save and load ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from mpisgd.errors import CollectiveTimeout, PeerLost
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.diloco.quorum.messages import (
     ASK_TAG,
+    DONE,
     MINE_TAG,
     NEWEST_TAG,
     TAKE,
@@ -63,7 +64,10 @@ class Link:
             sent.append(communicator.isend(self.form.memory, 0, MINE_TAG))
         memory = (words, told, self.form.memory)
         self._move(sent, memory)
-        self._wait([answer], memory, self._timeout_s if limit_s is None else limit_s)
+        what = "a quorum of the learners of DiLoCo"
+        if said.kind == DONE:
+            what = "learners of DiLoCo that have not called synchronizer.finish()"
+        self._wait([answer], memory, self._timeout_s if limit_s is None else limit_s, what)
         heard = Told(*told.tolist())
         if heard.kind == TAKE:
             self._move([communicator.irecv(self.form.memory, 0, NEWEST_TAG)], memory)
@@ -77,7 +81,13 @@ class Link:
         finally:
             remove_pending_message(self)
 
-    def _wait(self, requests: Sequence[Request], memory: tuple[Tensor, ...], limit_s: float) -> None:
+    def _wait(
+        self,
+        requests: Sequence[Request],
+        memory: tuple[Tensor, ...],
+        limit_s: float,
+        what: str = "the rank with the outer parameters of DiLoCo",
+    ) -> None:
         lost: list[PeerLost] = []
         left = list(requests)
 
@@ -90,7 +100,7 @@ class Link:
                 return True
 
         def reason() -> WaitReason:
-            return WaitReason("a quorum of the learners of DiLoCo", self._group)
+            return WaitReason(what, self._group)
 
         done = wait_patiently(ready, limit_s, reason)
         if lost or not done:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 __all__ = ["ASK_TAG", "CLOSE", "DONE", "ENTER", "FAILED", "FEW", "MINE_TAG", "MIXED", "NEWEST_TAG"]
-__all__ += ["TAKE", "TOLD_TAG", "Said", "Told"]
+__all__ += ["STALLED", "TAKE", "TOLD_TAG", "Said", "Told"]
 
 ASK_TAG, MINE_TAG, TOLD_TAG, NEWEST_TAG = 1, 2, 3, 4
 # What a learner says: here are my parameters; I train no more; I end the exchanges, as all others do.
 ENTER, DONE, CLOSE = 1, 2, 3
 # What it is told: here are the outer parameters; or why there are none.
-TAKE, FEW, MIXED, FAILED = 1, 2, 3, 4
+TAKE, FEW, MIXED, FAILED, STALLED = 1, 2, 3, 4, 5
 
 
 class Said(NamedTuple):
@@ -45,6 +45,7 @@ class Told(NamedTuple):
         entered: number, among all that has happened to these, of its own entering.
         taken: of its taking them.
         left: how many learners there are.
+        late: the first that has said nothing for too long.
     """
 
     kind: int = 0
@@ -52,6 +53,7 @@ class Told(NamedTuple):
     entered: int = 0
     taken: int = 0
     left: int = 0
+    late: int = 0
 
     @property
     def words(self) -> Tensor:

@@ -28,6 +28,7 @@ from mpisgd.methods.diloco.quorum.messages import (
     MINE_TAG,
     MIXED,
     NEWEST_TAG,
+    STALLED,
     TAKE,
     TOLD_TAG,
     Said,
@@ -84,6 +85,7 @@ class Syncer:
         communicator: of its own; the learners are its ranks.
         rounds: the outer parameters.
         quorum: learners that an outer step needs.
+        limit_s: how long those that train no more wait while nobody else says anything.
         events: of what happens to the outer parameters; None: that is not recorded.
         is_given_up: whether the ranks are no job any more, which ends the thread, too.
 
@@ -98,13 +100,14 @@ class Syncer:
         communicator: GroupCommunicator,
         rounds: Rounds,
         quorum: int,
+        limit_s: float,
         events: EventLog | None,
         is_given_up: Callable[[], bool],
     ) -> None:
         self.rounds, self.lock = rounds, threading.Lock()
         self.error: Exception | None = None
         self._communicator, self._quorum, self._events = communicator, quorum, events
-        self._is_given_up = is_given_up
+        self._is_given_up, self._limit_s = is_given_up, limit_s
         self._number = 0  # of what has happened to the outer parameters
         self._has_ended = False
         self._published = self._copy_of_newest()
@@ -141,7 +144,10 @@ class Syncer:
                 while not self._is_over():
                     if self._advance():
                         last_s = now_s()
-                    is_sending = any(each.sent or each.told for each in self._learners)
+                    elif now_s() - last_s > self._limit_s:
+                        self._end_patience()
+                        last_s = now_s()
+                    is_sending = any(each.sent or each.told for each in self._learners if not each.is_lost)
                     waited_s = 0.0 if is_sending else now_s() - last_s
                     sleep(min(LONG_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SHARE)))
         except Exception as exc:  # whatever it is: without this thread the learners would wait in silence
@@ -156,7 +162,9 @@ class Syncer:
             del wait_registry.workers[threading.get_ident()]
 
     def _is_over(self) -> bool:
-        return self._is_given_up() or (self._has_ended and not any(each.told for each in self._learners))
+        return self._is_given_up() or (
+            self._has_ended and not any(each.told for each in self._learners if not each.is_lost)
+        )
 
     def _advance(self) -> bool:
         """Go on with what is under way; return whether anything has happened."""
@@ -179,6 +187,13 @@ class Syncer:
             for learner in left:
                 self._unless_lost(learner, lambda each: self._tell(each, TAKE))
         return happened
+
+    def _end_patience(self) -> None:
+        """Tell those that wait in `finish` that the others do nothing; they are gone then, with an error."""
+        for learner in self._learners:
+            if learner.is_done and not learner.is_lost:
+                self._unless_lost(learner, lambda each: self._tell(each, STALLED))
+                learner.is_lost = True
 
     def _unless_lost(self, learner: _Learner, serve: Callable[[_Learner], bool]) -> bool:
         try:
@@ -256,7 +271,9 @@ class Syncer:
 
     def _tell(self, learner: _Learner, kind: int) -> bool:
         left = sum(not each.is_lost for each in self._learners)
-        told = Told(kind, self.rounds.version, learner.entered, self._next_number(), left).words
+        busy = (each.rank for each in self._learners if not (each.is_lost or each.is_done or each.ends))
+        late = next(busy, 0)
+        told = Told(kind, self.rounds.version, learner.entered, self._next_number(), left, late).words
         communicator = self._communicator
         learner.told.append((told, communicator.isend(told, learner.rank, TOLD_TAG)))
         if kind == TAKE:
