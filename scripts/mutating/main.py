@@ -78,7 +78,7 @@ def main() -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.touch()
         left = [mutant for mutant in mutants if mutant.name not in _known(out)]
-        trials = Trials(ROOT, Path(folder))
+        trials = Trials(ROOT, Path(folder), {mutant.path.partition("/")[0] for mutant in mutants})
         workers = []
         for number in range(args.jobs):
             if (worker := os.fork()) == 0:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,12 +69,14 @@ class Trials:
     Args:
         root: of the repository.
         folder: for copies of it.
+        rooms: in which there are faults: what none of them needs is not traced.
     """
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, rooms: Iterable[str]) -> None:
         torch.set_num_threads(1)
         self._root, self._folder = root, folder
-        self._lines = Lines(self._traced())
+        needed = {check for room in rooms for part in _checks(room) for check in part}
+        self._lines = Lines(self._traced([check for check in COMMANDS if check in needed]))
 
     def run(self, mutant: Mutant, number: int) -> Found:
         """Put a fault into a copy, and run what executes it until something is red.
@@ -98,9 +100,7 @@ class Trials:
         lines = range(mutant.executed[0], mutant.executed[1] + 1) if mutant.executed else ()
         items = self._lines.items(mutant.path, lines) if mutant.executed else every
         room = mutant.path.partition("/")[0]
-        for check in (
-            each for part in CHECKS["arithmetic" if room in ARITHMETIC else "engine"] for each in part
-        ):
+        for check in (each for part in _checks(room) for each in part):
             mine = sorted(item for item in items if item.check == check)
             mine.sort(key=self._seconds)
             if mine and (red := self._red(check, mine, copy)):
@@ -126,10 +126,10 @@ class Trials:
             shutil.copytree(self._root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
         return copy
 
-    def _traced(self) -> Path:
+    def _traced(self, commands: Sequence[str]) -> Path:
         """Return the folder of what executes what; find what was not found with this source before."""
         folder = self._root / "runs" / f"lines-{_source_of(self._root)}"
-        for check in ("programs", *COMMANDS):
+        for check in ("programs", *commands):
             if (folder / check).exists():
                 continue
             draft = self._folder / check
@@ -150,6 +150,10 @@ class Trials:
         for name in sorted(lines.failed):
             print(f"left out, since it is red without a fault: {name}")
         return folder
+
+
+def _checks(room: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return CHECKS["arithmetic" if room in ARITHMETIC else "engine"]
 
 
 def _source_of(root: Path) -> str:

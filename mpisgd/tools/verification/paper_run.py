@@ -148,7 +148,7 @@ class PaperRun:
         self._hosts = tuple(map(tuple, hosts)) or (self.ranks,)
         self._definition, self._sum = definition, sum
         self.x = {rank: self._values(rank) for rank in self.ranks}
-        self.state = self.paper.start(self.x, self._world())
+        self.state = self.paper.start(self._seen(), self._world())
 
     # -- a step -------------------------------------------------------------------------------------
 
@@ -220,14 +220,12 @@ class PaperRun:
     def _begin(self, weight: Mapping[int, float] | None, with_grad: Collection[str] = ()) -> World:
         """Begin a step; `with_grad`: what is frozen, and has a gradient of before, is reduced, too."""
         self.steps += 1
-        added = {rank: self._values(rank) for rank in self.ranks}
-        if added[self.ranks[0]].keys() != self.x[self.ranks[0]].keys():
-            fresh = {
-                rank: Vec({name: value for name, value in mine.items() if name not in self.x[rank]})
-                for rank, mine in added.items()
-            }
-            self.x = {rank: Vec({**self.x[rank], **fresh[rank]}) for rank in self.ranks}
-            begun = self.paper.start(fresh, self._world())
+        before = self.x[self.ranks[0]].keys()
+        self.x = {rank: Vec({**self._values(rank), **self.x[rank]}) for rank in self.ranks}
+        # What was frozen until now has nothing that it could go on from.
+        known = _names_in(self.state) if self.paper.leaves_frozen else before
+        if new := [name for name in self._seen()[self.ranks[0]] if name not in known]:
+            begun = self.paper.start({rank: x.only(new) for rank, x in self.x.items()}, self._world())
             self.state = carried_over(self.state, begun, {rank: rank for rank in self.ranks})
         self.follow_dtypes()
         params = self._params[self.ranks[0]]
@@ -283,7 +281,7 @@ class PaperRun:
         hosts = (tuple(other for other in host if other != rank) for host in self._hosts)
         self._hosts = tuple(filter(None, hosts))
         self.x = {other: self.x[other] for other in self.ranks}
-        begun = self.paper.start(self.x, self._world())
+        begun = self.paper.start(self._seen(), self._world())
         self.state = carried_over(self.state, begun, {other: other for other in self.ranks})
 
     # -- parameters and optimizers ------------------------------------------------------------------
@@ -387,6 +385,17 @@ def _converted(state: Any, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]
     if isinstance(state, dict):
         return {key: _converted(value, dtypes) for key, value in state.items()}
     return state
+
+
+def _names_in(state: Any) -> set[str]:
+    """Return the parameters of which a paper's state has something."""
+    if isinstance(state, Vec):
+        return {*state}
+    if is_dataclass(state) and not isinstance(state, type):
+        return {name for each in fields(state) for name in _names_in(getattr(state, each.name))}
+    if isinstance(state, dict):
+        return {name for value in state.values() for name in _names_in(value)}
+    return set()
 
 
 def _with_new(value: Any, fresh: Any) -> Any:

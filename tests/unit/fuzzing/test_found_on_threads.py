@@ -526,3 +526,26 @@ def test_of_what_was_clipped_to_equal_values_any_may_be_sent(by_value):
     assert has_reference(program) == (not by_value)
     verdict = ThreadsBackend().run(program)
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# All pairs of situations. A frozen parameter goes on by its momentum while it has a gradient of zeros. What its
+# neighbours know of it begins when it is trained again; in the paper's run it began with the broadcast.
+
+
+def test_what_is_frozen_is_not_mixed_and_begins_when_it_is_trained():
+    options = (
+        ("strategy", "mpisgd.Gossip(topology=mpisgd.gossip.Ring(), consensus_step=0.3)"),
+        ("compression", "mpisgd.compress.TopK(ratio=0.3)"),
+    )
+    optimizer = Optimizer("SGD", (("lr", 0.25), ("momentum", 0.5)), (0, 1), options)
+    zero = ZeroGrad(set_to_none=False)
+    events = (
+        *(Backward((1,)), Step(), SetFrozen(1, frozen=True), Broadcast(src=2)),
+        *(zero, Backward((3,)), Step(), SetFrozen(1, frozen=False)),
+        *(zero, Backward((4,)), Step(), zero, Backward((5,)), Step()),
+    )
+    layers = (Layer(shape=(3,)), Layer(shape=(7,)))
+    program = Program(3130424632, 3, 0, False, layers, (optimizer,), events)
+    assert has_reference(program)
+    verdict = ThreadsBackend().run(program)
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
