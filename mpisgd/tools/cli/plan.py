@@ -226,9 +226,19 @@ class _Report:
     @property
     def title(self) -> str:
         """What was planned."""
+        return "; ".join(self._title_lines)
+
+    @property
+    def _title_lines(self) -> tuple[str, str]:
+        """The model, and the cluster."""
+        from mpisgd.tools.bench.report.rows import as_number
+
         cluster, profile = self.cluster, self.profile
-        hosts = f"{cluster.hosts} host(s) of {cluster.ranks_per_host} rank(s), {cluster.network}"
-        return f"{profile.name}, {profile.numel:,} parameters, batch {profile.batch:g} per rank; {hosts}"
+        hosts = f"{as_number(cluster.hosts, 'host')} of {as_number(cluster.ranks_per_host, 'rank')}"
+        return (
+            f"{profile.name}, {profile.numel:,} parameters, batch {profile.batch:g} per rank",
+            f"{hosts}, {cluster.network.description}",
+        )
 
     def show(self, top: int, nbytes: int) -> None:
         """Print the table, that of an all-reduce of `nbytes` if these are any, and what follows from it."""
@@ -299,6 +309,6 @@ class _Report:
             }
             json_file.write_text(json.dumps(record, indent=1) + "\n")
         if plot_file is not None:
-            draw_throughput(plot_file, self.predictions, self.title)
+            draw_throughput(plot_file, self.predictions, self._title_lines)
         if timeline is not None:
-            draw_timelines(timeline, self.predictions, self.title)
+            draw_timelines(timeline, self.predictions, self._title_lines)

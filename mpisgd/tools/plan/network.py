@@ -77,6 +77,11 @@ class Network(abc.ABC):
     """How hosts are joined. A subclass is a frozen dataclass."""
 
     @property
+    @abc.abstractmethod
+    def description(self) -> str:
+        """What it is called in texts, such as `one switch`."""
+
+    @property
     def links_of_host(self) -> int:
         """Over how many links a host can send at the same time."""
         return 1
@@ -109,6 +114,11 @@ class Network(abc.ABC):
 class Switch(Network):
     """One switch that carries whatever its hosts send: a host's own link is the only limit."""
 
+    @property
+    def description(self) -> str:
+        """See `Network`."""
+        return "one switch"
+
     def crossings(self, src: Array, dst: Array) -> Iterator[Crossing]:
         """See `Network`."""
         every = np.arange(len(src))
@@ -138,6 +148,11 @@ class FatTree(Switch):
     def __post_init__(self) -> None:
         check_positive("FatTree", "hosts_per_switch", self.hosts_per_switch, whole=True)
         check_positive("FatTree", "oversubscription", self.oversubscription)
+
+    @property
+    def description(self) -> str:
+        """See `Network`."""
+        return f"fat tree, {self.hosts_per_switch} hosts per switch, oversubscription {self.oversubscription:g}"
 
     @property
     def uplink(self) -> float:
@@ -177,6 +192,11 @@ class Torus(Network):
         if not shape or not all(type(n) is int and n > 0 for n in shape):
             raise InvalidArgument(f"Torus: shape={shown(self.shape)}; expected numbers such as (8, 8)")
         object.__setattr__(self, "shape", shape)
+
+    @property
+    def description(self) -> str:
+        """See `Network`."""
+        return f"torus of {' x '.join(map(str, self.shape))}"
 
     @property
     def links_of_host(self) -> int:

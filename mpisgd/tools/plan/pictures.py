@@ -17,24 +17,30 @@ __all__ = ["draw_throughput", "draw_timelines"]
 
 STYLES = ("-", "--", ":")
 MOST_TIMELINES, MOST_LINES, TITLE_CHARACTERS = 6, 16, 80
+# In the order of the legend.
 TASK_COLOURS = {
     "forward": COLOURS[2],
     "backward": COLOURS[0],
-    "forward, backward": COLOURS[0],
+    "forward, backward": "#1d6f8c",
     "optimizer": COLOURS[4],
     "all_reduce": COLOURS[1],
     "all_gather": COLOURS[3],
     "reduce_scatter": COLOURS[7],
-    "exchange": COLOURS[1],
+    "exchange": "#e3a396",
     "send": COLOURS[6],
-    "compress": COLOURS[6],
+    "compress": "#7f7f00",
     "check": COLOURS[5],
+    "other": "#b9c0c5",
 }
-OTHER = COLOURS[5]
 
 
-def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -> None:
+def draw_throughput(path: Path, predictions: Sequence[Prediction], title: Sequence[str]) -> None:
     """Write examples per second of a rank over ranks: a line for each method, and without communication.
+
+    Args:
+        path: of the picture, a PNG.
+        predictions: the best first.
+        title: its lines.
 
     Raises:
         JobError: there is no matplotlib.
@@ -56,8 +62,8 @@ def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -
         xscale="log",
         xlabel="ranks",
         ylabel="examples per second of a rank",
-        title=textwrap.fill(title, TITLE_CHARACTERS),
     )
+    ax.set_title(_wrapped(title), fontsize=10)
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.minorticks_off()
     ax.set_ylim(bottom=0)
@@ -76,10 +82,15 @@ def _alone(prediction: Prediction) -> float:
     return profile.batch / (profile.compute_s + profile.optimizer_s)
 
 
-def draw_timelines(path: Path, predictions: Sequence[Prediction], title: str) -> None:
+def draw_timelines(path: Path, predictions: Sequence[Prediction], title: Sequence[str]) -> None:
     """Write what the program and the queue of a rank do in one step: the first few methods at their best.
 
     Of strategies that meet every few steps, it is a step in which they do.
+
+    Args:
+        path: of the picture, a PNG.
+        predictions: the best first.
+        title: its lines.
 
     Raises:
         JobError: there is no matplotlib.
@@ -99,12 +110,16 @@ def draw_timelines(path: Path, predictions: Sequence[Prediction], title: str) ->
     handles = {
         name: bar for ax in grid[:, 0] for bar, name in zip(*ax.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False, fontsize=8
-    )
-    figure.suptitle(textwrap.fill(title, TITLE_CHARACTERS), fontsize=10)
+    names = [name for name in TASK_COLOURS if name in handles]
+    bars = [handles[name] for name in names]
+    figure.legend(bars, names, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.suptitle(_wrapped(title), fontsize=10)
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
+
+
+def _wrapped(title: Sequence[str]) -> str:
+    return "\n".join(textwrap.fill(line, TITLE_CHARACTERS) for line in title)
 
 
 def _draw_step(ax: Any, prediction: Prediction) -> None:
@@ -117,13 +132,12 @@ def _draw_step(ax: Any, prediction: Prediction) -> None:
         places = [tracks.index(task.track) for task, _ in found]
         starts = [span.start_s * 1e3 for _, span in found]
         widths = [(span.end_s - span.start_s) * 1e3 for _, span in found]
-        colour = TASK_COLOURS.get(name, OTHER)
         ax.barh(
             places,
             widths,
             left=starts,
             height=0.8,
-            color=colour,
+            color=TASK_COLOURS[name],
             edgecolor="white",
             linewidth=0.3,
             label=name,

@@ -114,6 +114,39 @@ def test_a_hundred_thousand_ranks_take_seconds(tmp_path, network):
     assert time.process_time() - begun < 20
 
 
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        ('topology = "switch"', "one switch"),
+        (
+            'topology = "fat tree"\nhosts_per_switch = 32\noversubscription = 4',
+            "fat tree, 32 hosts per switch, oversubscription 4",
+        ),
+        ('topology = "torus"\nshape = [24, 24, 22]', "torus of 24 x 24 x 22"),
+    ],
+)
+def test_it_says_what_was_planned_in_words(files, tmp_path, network, said):
+    path = tmp_path / "many.toml"
+    path.write_text(MANY + network)
+    found = run(path, *files[1:], "--ranks", "8", "--methods", "Synchronous")
+    assert f"4,000,000 parameters, batch 8 per rank; 12500 hosts of 8 ranks, {said}" in " ".join(
+        found.stdout.split()
+    )
+
+
+def test_pictures_have_the_model_and_the_cluster_in_two_lines(files, tmp_path, monkeypatch):
+    lines = []
+    for name in ("draw_throughput", "draw_timelines"):
+        monkeypatch.setattr(
+            f"mpisgd.tools.plan.pictures.{name}", lambda path, predictions, title: lines.append(title)
+        )
+    some = ["--methods", "Synchronous", "--plot", tmp_path / "a.png", "--timeline", tmp_path / "b.png"]
+    assert run(*files, "--ranks", "8", *some).exit_code == 0
+    cluster = "16 hosts of 8 ranks, fat tree, 4 hosts per switch, oversubscription 4"
+    assert [title[1] for title in lines] == [cluster, cluster]
+    assert all(title[0].endswith("4,000,000 parameters, batch 8 per rank") for title in lines)
+
+
 def test_pictures_are_written(files, tmp_path):
     pytest.importorskip("matplotlib")
     plot, timeline = tmp_path / "plot.png", tmp_path / "step.png"
