@@ -152,7 +152,9 @@ class FatTree(Switch):
     @property
     def description(self) -> str:
         """See `Network`."""
-        return f"fat tree, {self.hosts_per_switch} hosts per switch, oversubscription {self.oversubscription:g}"
+        return (
+            f"fat tree, {self.hosts_per_switch} hosts per switch, oversubscription {self.oversubscription:g}"
+        )
 
     @property
     def uplink(self) -> float:
