@@ -62,8 +62,8 @@ class _Finder(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, [PATH] if path is None else path)
         if spec is None:
             raise ModuleNotFoundError(
-                f"{fullname} is not there: mpisgd provides horovod.torch, and what scripts use of "
-                "horovod.common; for no other framework, and mpirun is the launcher",
+                f"{fullname} is not there: mpisgd provides horovod.torch and the parts of horovod.common "
+                "that scripts use, and no other framework; start programs with mpirun",
                 name=fullname,
             )
         return spec
