@@ -366,5 +366,5 @@ def test_the_timeline_of_a_pipeline_has_a_row_for_each_stage(tmp_path):
 
     found = planned("Parallel(pp=2)", hosts(), step())
     assert {task.track for task in found.step.tasks} == {"stage 0", "stage 1", "messages"}
-    draw_timelines(tmp_path / "step.png", [found], "a pipeline")
+    draw_timelines(tmp_path / "step.png", [found], ["a pipeline"])
     assert pyplot.imread(tmp_path / "step.png").std() > 0
