@@ -3,6 +3,7 @@
 Type checkers read it as the stub of the package; `__init__.py` reads it to find a name on first use.
 """
 
+from mpisgd import checkpoint as checkpoint
 from mpisgd import compress as compress
 from mpisgd import data as data
 from mpisgd import elastic as elastic

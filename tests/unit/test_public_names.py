@@ -44,6 +44,15 @@ def test_every_module_exports_what_it_is_the_home_of():
         assert name in module.__all__, (module, name)
 
 
+def test_subpackages_are_there_without_an_import_of_their_own():
+    """In a new process: here other tests have imported them."""
+    names = ("checkpoint", "compress", "data", "elastic", "gossip", "metrics", "nn", "pipeline", "rpc")
+    program = f"import mpisgd; print([name for name in {names} if not hasattr(mpisgd, name)])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert set(names) <= set(dir(mpisgd))
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'mpisgd' has no attribute 'allreduce'"):
         mpisgd.allreduce  # noqa: B018
