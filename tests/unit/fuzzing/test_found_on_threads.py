@@ -528,8 +528,8 @@ def test_of_what_was_clipped_to_equal_values_any_may_be_sent(by_value):
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
 
 
-# All pairs of situations. A frozen parameter goes on by its momentum while it has a gradient of zeros. What its
-# neighbours know of it begins when it is trained again; in the paper's run it began with the broadcast.
+# All pairs of situations. A frozen parameter goes on by its momentum while it has a gradient of zeros. What
+# its neighbours know of it begins when it is trained again; in the paper's run it began with the broadcast.
 
 
 def test_what_is_frozen_is_not_mixed_and_begins_when_it_is_trained():
