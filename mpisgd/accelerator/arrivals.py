@@ -34,9 +34,9 @@ def arriving(tensors: Iterable[Tensor], streams: OwnStreams) -> Iterator[Tensor]
     num_bytes = 0
     for tensor in tensors:
         under_way.append(_begin(tensor, begun, streams))
-        num_bytes += tensor.nbytes
+        num_bytes += _copied_bytes(*under_way[-1])
         while under_way and num_bytes > AHEAD_BYTES:
-            num_bytes -= under_way[0][0].nbytes
+            num_bytes -= _copied_bytes(*under_way[0])
             yield _arrived(*under_way.popleft())
     while under_way:
         yield _arrived(*under_way.popleft())
@@ -55,6 +55,10 @@ def _begin(
     with runtime().on(begun[tensor.device]):
         runtime().copy(there, tensor.detach())
     return there, begun[tensor.device].record_event()
+
+
+def _copied_bytes(there: Tensor, event: Any) -> int:
+    return 0 if event is None else there.nbytes
 
 
 def _arrived(there: Tensor, event: Any) -> Tensor:

@@ -162,6 +162,7 @@ class ShardedSynchronizer(Synchronizer):
                 raise
             self._settle()
             if not self._optimizer_state.is_hidden:
+                self._destination.divide_for_step()
                 self._optimizer_state.hide()
             self._show_pieces()
             return loss
@@ -181,6 +182,7 @@ class ShardedSynchronizer(Synchronizer):
         if not runs_closure:
             self._destination.check_there()
         self._parameters.check_in_place()
+        self._destination.divide_for_step()
         self._optimizer_state.take_over()
         updates_later = runs_closure and self._offload is not None  # what is to be updated with is not there
         if not updates_later:

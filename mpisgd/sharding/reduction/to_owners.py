@@ -13,7 +13,7 @@ What programs see as `p.grad` afterwards is a `ShardedGradient`, on every rank. 
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -144,6 +144,12 @@ class ToOwners:
         if self._parameters.may_keep_whole(indices):
             self._states.take_along(lambda: self._parameters.keep_whole(indices))
 
+    def divide_for_step(self) -> None:
+        """Keep whole what has a sparse gradient on a rank that is alone: no reduction has seen it."""
+        if self._launcher.group.size == 1:
+            grads = [param.grad for param in self._launcher.params]
+            self._keep_whole([i for i, grad in enumerate(grads) if grad is not None and grad.is_sparse])
+
     def _piece_reduction(self, plan: BucketPlan) -> PieceReduction | None:
         """Return the reduction of all gradients to pieces at once, None where there can be none."""
         launcher, memory = self._launcher, self._launcher.group.shared_memory
@@ -208,13 +214,13 @@ class ToOwners:
         self._keep_whole(sparse)
         if self._by_piece is not None and in_flight.at_owners:
             self._take_what_all_have(sparse)
-            self._stand_in(deferred=self._defers)
+            self._stand_in(in_flight.plan.covered, deferred=self._defers)
             return
         with_owners = {i for place in in_flight.at_owners for i in in_flight.slots[place].bucket.indices}
-        self._take_what_all_have([i for i in range(len(self._exists)) if i not in with_owners])
+        self._take_what_all_have([i for i in in_flight.plan.covered if i not in with_owners])
         if self._by_bucket is not None:
             self._take_from_buckets(self._by_bucket, with_owners)
-        self._stand_in(deferred=False)
+        self._stand_in(in_flight.plan.covered, deferred=False)
 
     def _bring_all_back(self, in_flight: InFlightReduction) -> None:
         """Give everyone all gradients, since the parameters are about to be divided anew."""
@@ -241,12 +247,14 @@ class ToOwners:
                     [self._launcher.params[m.param].grad for m in piece.members], piece
                 )
 
-    def _stand_in(self, *, deferred: bool) -> None:
+    def _stand_in(self, covered: Iterable[int], *, deferred: bool) -> None:
+        """Put stand-ins in the place of the gradients that were reduced; others are another optimizer's."""
         if any(self._exists):
             self.where = self.where.to(GradientPlace.DEFERRED if deferred else GradientPlace.OWNED)
-        for param, sharded, exists in zip(self._launcher.params, self._sharded, self._exists, strict=True):
-            if exists:
-                param.grad = sharded
+        for index in covered:
+            param = self._launcher.params[index]
+            if self._exists[index]:
+                param.grad = self._sharded[index]
             elif param.grad is not None:
                 param.grad = None
 
@@ -292,7 +300,10 @@ class ToOwners:
         """
         for param, sharded in zip(self._launcher.params, self._sharded, strict=True):
             if isinstance(param.grad, ShardedGradient) and param.grad is not sharded:
-                raise InvalidArgument(param.grad.why)
+                raise InvalidArgument(
+                    f"DistributedOptimizer: {param.grad.param_name} is updated by two optimizers, and with "
+                    "Sharded the pieces of its gradient go to one of them; give it to one optimizer"
+                )
 
     def is_untouched(self) -> bool:
         """Return whether all gradients are still what the last reduction has left."""

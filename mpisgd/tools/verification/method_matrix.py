@@ -6,12 +6,14 @@ which situations come together in a program.
 
 from __future__ import annotations
 
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import mpisgd
+from mpisgd.arguments import call_text
 from mpisgd.compress.compressor import has_momentum
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods import catalogue
@@ -127,6 +129,7 @@ def rows() -> Iterator[Row]:
         settings = MOMENTUM[:1] if has_momentum(compressor) else MOMENTUM  # one of both has it
         row = Row(name.replace("mpisgd.", ""), Optimizer("SGD", settings, (), tuple(options)), exact)
         yield row if _is_defined(row) else _per_parameter(row)
+    yield from _in_files()
     for optimizer in ONE_BIT:
         given = ", ".join(f"{key}={value}" for key, value in optimizer.settings[1:])
         yield Row(f"{optimizer.name}({given})", optimizer, exact=False)
@@ -149,6 +152,16 @@ def row_of(text: str) -> Row:
 def _is_defined(row: Row) -> bool:
     program = row.program((), DIVISIONS[0])
     return program is not None and has_reference(program)
+
+
+def _in_files() -> Iterator[Row]:
+    """Yield those that keep optimizer state in files, of blocks that are shorter than the long parameters."""
+    offload = mpisgd.Offload(tempfile.gettempdir(), block_bytes=4096, io="buffered")
+    for strategy in mpisgd.Sharded.examples():
+        if strategy.gradients is None and strategy.parameters is None:
+            name = call_text(strategy).replace("Sharded", "Sharded in files", 1)
+            text = text_of(replace(strategy, offload=offload))
+            yield Row(name, Optimizer("SGD", MOMENTUM, (), (("strategy", text),)), exact=True)
 
 
 def _per_parameter(row: Row) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -549,3 +551,39 @@ def test_what_is_frozen_is_not_mixed_and_begins_when_it_is_trained():
     assert has_reference(program)
     verdict = ThreadsBackend().run(program)
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Mutations: no program had state in files. Sparse gradients ended in a RuntimeError of torch, and on one rank
+# in another one, since pieces are parts of parameters in files.
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("closure", [(), (3,)])
+def test_sparse_gradients_go_with_state_in_files(ranks, closure, tmp_path):
+    offload = f"offload=mpisgd.Offload({str(tmp_path)!r}, block_bytes=4096, io='buffered')"
+    options = (("strategy", f"mpisgd.Sharded(1, {offload})"),)
+    optimizer = Optimizer("Adagrad", (("lr", 0.25),), (0, 1), options)
+    step = () if closure else (Backward((1,)),)
+    events = (*step, Step(closure=closure), Reload(), ZeroGrad(), Backward((2,)), Step())
+    layers = (Layer("sparse", shape=(5, 2)), Layer(shape=(7,)))
+    program = Program(4276643344, ranks, 0, False, layers, (optimizer,), events)
+    assert has_reference(program)
+    verdict = ThreadsBackend().run(program)
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Rows with state in files. The first of two optimizers of a parameter took away the gradient that the second
+# was to reduce, and neither updated it; now both are refused, in whatever order the parameters are.
+
+
+@pytest.mark.parametrize("arguments", ["1", "2", "1, overlap_forward=True"])
+@pytest.mark.parametrize("layers", [(0, 1), (1, 0)])
+def test_two_sharded_optimizers_of_a_parameter_are_refused(arguments, layers):
+    options = (("strategy", f"mpisgd.Sharded({arguments})"),)
+    both = Optimizer("SGD", (("lr", 0.25),), layers, options)
+    events = (Backward((2,)), Step(), ZeroGrad(), Backward((3,)), Step())
+    frozen = (Layer(shape=(1,)), Layer(shape=(1,), frozen=True))
+    for optimizers in ((both, replace(both, layers=(0,))), (replace(both, layers=(0,)), both)):
+        for model in ((Layer(shape=(1,)), Layer(shape=(1,))), frozen):
+            verdict = ThreadsBackend().run(Program(376686506, 2, 0, True, model, optimizers, events))
+            assert verdict.kind == "refused", f"{verdict.kind}: {verdict.text}"
