@@ -101,6 +101,7 @@ from mpisgd.methods.one_bit_adam.one_bit_adam import OneBitAdam as OneBitAdam
 from mpisgd.methods.one_bit_lamb.one_bit_lamb import OneBitLamb as OneBitLamb
 from mpisgd.methods.parameter_server.parameter_server import ParameterServer as ParameterServer
 from mpisgd.methods.sharded.sharded import Sharded as Sharded
+from mpisgd.methods.sparse_loco.sparse_loco import SparseLoCo as SparseLoCo
 from mpisgd.methods.strategy.strategy import Strategy as Strategy
 from mpisgd.methods.strategy.strategy import Synchronizer as Synchronizer
 from mpisgd.methods.strategy.training import Training as Training

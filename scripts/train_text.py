@@ -6,6 +6,7 @@
     mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
     mpirun -np 4 python scripts/train_text.py --parallel dp=2,cp=2               long sequences in parts
     mpirun -np 4 python scripts/train_text.py --strategy "DiLoCo(50)"            data parallel on a slow link
+    mpirun -np 4 python scripts/train_text.py --strategy "SparseLoCo(30)"        by far fewer bytes
     mpirun -np 4 python scripts/train_text.py --optimizer muon                   matrices by Muon
     mpirun -np 4 python scripts/train_text.py --pipeline pipedream               stages that never wait
     mpirun -np 4 python scripts/train_text.py --layout "batch:dp; hidden:tp; vocab:tp" --mesh dp:2,tp:2

@@ -2,6 +2,7 @@
 
 from mpisgd.methods.auto.auto import Auto as Auto
 from mpisgd.methods.block_quantized.block_quantized import BlockQuantized as BlockQuantized
+from mpisgd.methods.chunk_top_k.chunk_top_k import ChunkTopK as ChunkTopK
 from mpisgd.methods.deep_gradient.deep_gradient import DeepGradient as DeepGradient
 from mpisgd.methods.natural.natural import Natural as Natural
 from mpisgd.methods.one_bit.one_bit import OneBit as OneBit

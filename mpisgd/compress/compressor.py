@@ -159,6 +159,7 @@ class Traits:
             mean does, up to rounding, noise, and what is left out for later. Else gradients are not reduced
             twice.
         has_error_feedback: whether what it has not sent is added to the next bucket.
+        fades: whether that becomes less from bucket to bucket, so that a part of it never arrives.
         replaces_op: what it does in place of a sum or mean, which sparse gradients cannot follow, or "".
     """
 
@@ -167,6 +168,7 @@ class Traits:
     is_homogeneous: bool = True
     is_additive: bool = True
     has_error_feedback: bool = False
+    fades: bool = False
     replaces_op: str = ""
 
 

@@ -7,7 +7,11 @@ residual e of the steps before,
     s = C(m)           what is sent
     e = m - s          what is added to the next gradient
 
-so nothing is lost, only late: over the ranks, mean(m) = what arrives + mean(e).
+so nothing is lost, only late: over the ranks, mean(m) = what arrives + mean(e). With a decay b below 1, of
+
+    m = g + b e
+
+a part is lost: see `Traits.fades`.
 
 A residual is a rank's own. It goes into this rank's state_dict, and it is lost with the rank. A state that
 another rank has saved, or a job of another number of ranks, leaves it at zero: see
@@ -83,12 +87,13 @@ class Residual(ErrorMemory):
     Args:
         layout: of the bucket.
         state: has the residual.
+        decay: how much of it is added to the next gradient.
     """
 
     keeps = True
 
-    def __init__(self, layout: BucketLayout, state: Waiting) -> None:
-        self._layout, self._state = layout, state
+    def __init__(self, layout: BucketLayout, state: Waiting, decay: float = 1.0) -> None:
+        self._layout, self._state, self._decay = layout, state, decay
         self._state.residual = self.residual  # its memory is there from the beginning
 
     @property
@@ -100,7 +105,10 @@ class Residual(ErrorMemory):
 
     def add(self, bucket: Tensor) -> Tensor:
         """Return gradient and residual together, in the memory of the residual."""
-        return self.residual.add_(bucket)
+        kept = self.residual
+        if self._decay != 1.0:
+            kept.mul_(self._decay)
+        return kept.add_(bucket)
 
     def take_at(self, indices: Tensor) -> bool:
         """Set the residual of these elements to zero; return whether the rest is finite."""
@@ -119,6 +127,8 @@ class Residual(ErrorMemory):
         self.residual.zero_()
 
 
-def memory_of(layout: BucketLayout, error_feedback: bool, state: Waiting) -> ErrorMemory:
+def memory_of(
+    layout: BucketLayout, error_feedback: bool, state: Waiting, decay: float = 1.0
+) -> ErrorMemory:
     """Return a residual for a bucket, which `state` has, or what keeps nothing."""
-    return Residual(layout, state) if error_feedback else ErrorMemory()
+    return Residual(layout, state, decay) if error_feedback else ErrorMemory()

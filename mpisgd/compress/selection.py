@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["at_least", "count_of", "top_k", "top_k_of_each"]
+__all__ = ["at_least", "count_of", "top_k", "top_k_of_each", "top_k_of_rows"]
 
 SAMPLE_NUMEL = 2**14
 SAMPLED_FROM = 8 * SAMPLE_NUMEL  # below it a sample saves nothing
@@ -65,3 +65,27 @@ def top_k_of_each(flat: Tensor, numels: Sequence[int], ratio: float) -> Tensor:
         parts.append(top_k(flat[start : start + numel], count_of(ratio, numel)).add_(start))
         start += numel
     return torch.cat(parts)
+
+
+def top_k_of_rows(rows: Tensor, k: int) -> Tensor:
+    """Return the columns of the `k` elements of largest magnitude in each row, ascending: [n, k].
+
+    Of equal magnitudes the first ones count as larger, on any device.
+
+    Args:
+        rows: [n, m]; NaN counts as infinite.
+        k: 1 to m.
+    """
+    number, length = rows.shape
+    if k == length:
+        return torch.arange(length, device=rows.device).expand(number, length)
+    magnitudes = rows.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    least = magnitudes.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    chosen = magnitudes >= least
+    has_more = (chosen.sum(1) > k).nonzero().view(-1)  # of equals that are the least
+    if has_more.numel():
+        those, bound = magnitudes[has_more], least[has_more]
+        above, equal = those > bound, those == bound
+        missing = k - above.sum(1, keepdim=True)
+        chosen[has_more] = above | (equal & (equal.cumsum(1) <= missing))
+    return chosen.nonzero()[:, 1].view(number, k)

@@ -34,6 +34,7 @@ __all__ = [
     "cut",
     "in_blocks",
     "largest",
+    "of_chunks",
     "orthonormal",
     "root",
     "signs",
@@ -115,6 +116,27 @@ def in_blocks(v: Tensor, L: int, B: int) -> Tensor:
     return torch.cat([nearest(block) for block in torch.split(v, B)])
 
 
+def of_chunks(v: Tensor, keep: int, chunk: int, L: int) -> Tensor:
+    """Return Q of the largest elements of each chunk of v, and else zeros.
+
+        k    = keep, of fewer than `chunk` elements as large a part, and at least 1; of equals the first ones
+        Q(x) = sign(x) (lo + l s),   l = round((|x| - lo) / s),   s = (hi - lo) / L
+
+    lo and hi are the smallest and the largest of the k magnitudes of the chunk.
+    """
+    sent = torch.zeros_like(v).flatten()
+    for begin in range(0, v.numel(), chunk):
+        c = v.flatten()[begin : begin + chunk]
+        k = max(1, round(keep * len(c) / chunk))
+        largest = c.abs().argsort(descending=True, stable=True)[:k]
+        x = c[largest]
+        lo, hi = x.abs().min(), x.abs().max()
+        s = (hi - lo) / L
+        l = ((x.abs() - lo) / s).round() if s else torch.zeros_like(x)
+        sent[begin + largest] = x.sign() * (lo + l * s)
+    return sent.view(v.shape)
+
+
 # --- error feedback -----------------------------------------------------------------------------------
 
 
@@ -131,15 +153,17 @@ class Residual:
     k: int = alike(0)
 
 
-def compressed(s: Residual, g: Vecs, w: World, send: Callable[[int, Vec], Vec]) -> tuple[Residual, Vecs]:
+def compressed(
+    s: Residual, g: Vecs, w: World, send: Callable[[int, Vec], Vec], beta: float = 1.0
+) -> tuple[Residual, Vecs]:
     """Return each rank's message, with error feedback (Seide 2014; Vogels 2019, algorithm 2).
 
-        m_i = g_i + e_i;   s_i = C(m_i);   e_i = m_i - s_i
+        m_i = g_i + beta e_i;   s_i = C(m_i);   e_i = m_i - s_i
 
     The learning rate comes after it. Stich 2018 and Karimireddy 2019 have it before, in the residual: that is
-    the same while it does not change.
+    the same while it does not change. In these beta is 1.
     """
-    m = {i: (g[i] + s.e[i]).only(g[i]) for i in w.ranks}
+    m = {i: (g[i] + beta * s.e[i]).only(g[i]) for i in w.ranks}
     sent = {i: send(i, m[i]) for i in w.ranks}
     e = {i: Vec({**s.e[i], **(m[i] - sent[i])}) for i in w.ranks}
     return Residual(e, s.k + 1), sent
@@ -151,11 +175,13 @@ class Compressor(Paper[Residual]):
 
     Attributes:
         feedback: whether what C leaves out is added to the next gradient.
+        beta: how much of it.
     """
 
     keeps = Residual
 
     feedback: bool = True
+    beta: float = 1.0
 
     def C(self, v: Vec, w: World, draw: Draws) -> Vec:
         """Return the value of v after it was sent."""
@@ -164,7 +190,9 @@ class Compressor(Paper[Residual]):
     def reduce(self, s: Residual, g: Vecs, w: World) -> tuple[Residual, Vecs]:
         """See `Paper`."""
         place = {i: number for number, i in enumerate(w.ranks)}
-        kept, sent = compressed(s, filled(g), w, lambda i, v: self.C(v, w, self.drawn(s.k, place[i], w)))
+        kept, sent = compressed(
+            s, filled(g), w, lambda i, v: self.C(v, w, self.drawn(s.k, place[i], w)), self.beta
+        )
         g_mean = mean(sent, w)
         return kept if self.feedback else Residual(s.e, s.k + 1), dict.fromkeys(w.ranks, g_mean)
 

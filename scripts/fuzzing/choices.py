@@ -66,9 +66,13 @@ def _coded() -> tuple[str, ...]:
     )
 
 
+# Drawn apart, so that the programs of seeds stay what they were before there were these.
+BY_CHUNKS = (mpisgd.SparseLoCo, mpisgd.compress.ChunkTopK)
+
+
 def _local() -> tuple[str, ...]:
     """The strategies whose ranks step with gradients of their own, and come to the same each time."""
-    examples = [each for kind in catalogue.strategies() for each in kind.examples()]
+    examples = [each for kind in catalogue.strategies() if kind not in BY_CHUNKS for each in kind.examples()]
     return tuple(
         text_of(each)
         for each in examples
@@ -79,9 +83,21 @@ def _local() -> tuple[str, ...]:
 
 
 def _compressors() -> tuple[str, ...]:
-    examples = [each for kind in catalogue.compressors() for each in kind.examples()]
+    examples = [each for kind in catalogue.compressors() if kind not in BY_CHUNKS for each in kind.examples()]
     return tuple(text_of(each) for each in examples if each != mpisgd.Compression.none)
 
 
+def _chunked(kind: type[mpisgd.SparseLoCo | mpisgd.compress.ChunkTopK]) -> tuple[str, ...]:
+    """The examples, and some with chunks of other lengths than those of any parameter."""
+    first = {"sync_every": 2} if kind is mpisgd.SparseLoCo else {}
+    others = (
+        {"keep": 1, "chunk": 3, "error_decay": 0.5},
+        {"keep": 5, "chunk": 64, "bits": 4},
+        {"keep": 40, "chunk": 300, "bits": 8, "error_decay": 0.0},
+    )
+    return tuple(map(text_of, (*kind.examples(), *(kind(**first, **each) for each in others))))
+
+
 SHARDED, CODED, LOCAL, COMPRESSORS = _sharded(), _coded(), _local(), _compressors()
+SPARSE_LOCO, CHUNK_TOP_K = _chunked(mpisgd.SparseLoCo), _chunked(mpisgd.compress.ChunkTopK)
 CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16", "mpisgd.compress.TopK(ratio=1.0)")

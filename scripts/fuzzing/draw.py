@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from fuzzing.choices import (
     CASTS,
+    CHUNK_TOP_K,
     CLOSURE_OPTIMIZERS,
     CODED,
     COMPRESSORS,
@@ -24,6 +25,7 @@ from fuzzing.choices import (
     SHAPES,
     SHARDED,
     SMOOTH_OPTIMIZERS,
+    SPARSE_LOCO,
     SPARSE_OPTIMIZERS,
     TABLES,
     TINY,
@@ -58,6 +60,7 @@ __all__ = ["MAX_RANKS", "draw"]
 MAX_RANKS = 4
 UNEVEN_SHARE = 0.2
 CODED_SHARE = 0.5  # of the programs that divide gradients between hosts
+CHUNKS_SHARE = 0.08  # of the programs that compress, or train locally
 PAUSE_SHARE = 0.1  # of the programs in which parameters are used now and then
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
 
@@ -83,6 +86,8 @@ def draw(
         if not violation(program):
             break
     program = _with_codes(program, random.Random(f"codes {seed}"))
+    chunked = program if strategy else _by_chunks(program, random.Random(f"chunks {seed}"))
+    program = program if violation(chunked) else chunked
     uneven = _with_uneven_data(program, random.Random(f"uneven {seed}"))
     program = program if violation(uneven) else uneven
     now_and_then = _with_pauses(program, random.Random(f"pauses {seed}"))
@@ -100,6 +105,21 @@ def _with_codes(program: Program, chance: random.Random) -> Program:
         if options.get("strategy") in SHARDED and "compression" not in options:
             stage = 2 if "stage=2" in options["strategy"] else 1
             options["strategy"] = f"mpisgd.Sharded(stage={stage}, {chance.choice(CODED)})"
+        optimizers.append(replace(optimizer, options=tuple(options.items())))
+    return replace(program, optimizers=tuple(optimizers))
+
+
+def _by_chunks(program: Program, chance: random.Random) -> Program:
+    """Return the program with another strategy or compressor, or as it is, mostly."""
+    if chance.random() > CHUNKS_SHARE:
+        return program
+    optimizers = []
+    for optimizer in program.optimizers:
+        options = dict(optimizer.options)
+        if options.get("strategy") in LOCAL:
+            options["strategy"] = chance.choice(SPARSE_LOCO)
+        elif options.get("compression") in COMPRESSORS:
+            options["compression"] = chance.choice(CHUNK_TOP_K)
         optimizers.append(replace(optimizer, options=tuple(options.items())))
     return replace(program, optimizers=tuple(optimizers))
 

@@ -58,6 +58,7 @@ class Auto(Compressor):
             is_homogeneous=all(traits.is_homogeneous for traits in each),
             is_additive=all(traits.is_additive for traits in each),
             has_error_feedback=any(traits.has_error_feedback for traits in each),
+            fades=any(traits.fades for traits in each),
         )
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:

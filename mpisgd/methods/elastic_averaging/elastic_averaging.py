@@ -32,7 +32,14 @@ from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import COPY, REBUILD, alike, own, part
 from mpisgd.methods.elastic_averaging import paper
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no_momentum, yes
+from mpisgd.methods.strategy.goes_with import (
+    Compressions,
+    GoesWith,
+    needs_all_in_time,
+    needs_magnitudes,
+    no_momentum,
+    yes,
+)
 from mpisgd.methods.strategy.kept_tensors import follow
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
@@ -83,7 +90,7 @@ class ElasticAveraging(Strategy):
         """See `GoesWith`."""
         return replace(
             LOCAL_STEPS,
-            compression=Compressions("of differences", (no_momentum, needs_magnitudes)),
+            compression=Compressions("of differences", (no_momentum, needs_magnitudes, needs_all_in_time)),
             elastic=yes("survivors go on from their own models, with the centre"),
         )
 

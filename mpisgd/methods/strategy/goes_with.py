@@ -29,6 +29,7 @@ __all__ = [
     "check_goes_with",
     "needs_casting",
     "needs_contraction",
+    "needs_all_in_time",
     "needs_default",
     "needs_magnitudes",
     "needs_none",
@@ -99,6 +100,16 @@ def needs_magnitudes(sent: Sent) -> str:
     )
 
 
+def needs_all_in_time(sent: Sent) -> str:
+    """What arrives is added up, and stands for what was meant."""
+    if not sent.compressor.traits.fades:
+        return ""
+    return (
+        "a part of what it has not sent never arrives, by which the sum of what has arrived would be wrong for "
+        "good; error_decay=1 or 0 goes with it"
+    )
+
+
 def needs_casting(sent: Sent) -> str:
     """A rank gets a part of the bucket only."""
     if all(wire_dtype_of(sent.compressor, dtype) is not None for dtype in sent.dtypes):
@@ -114,8 +125,8 @@ def needs_contraction(sent: Sent) -> str:
     if isinstance(sent.compressor, Casting) or is_contraction(sent.compressor):
         return ""
     return (
-        "changes of parameters travel as they are, cast, or by TopK, RandomK, OneBit, Natural or QSGD of 4 "
-        "bits and more"
+        "changes of parameters travel as they are, cast, or by TopK, ChunkTopK, RandomK, OneBit, Natural or "
+        "QSGD of 4 bits and more"
     )
 
 

@@ -348,6 +348,11 @@ class Strategy(abc.ABC):
         """
         return UNDECLARED
 
+    @property
+    def own_compression(self) -> Compressor | None:
+        """What the ranks send by where that is a part of the strategy; None: `compression=` says it."""
+        return None
+
     def check(self, training: Training) -> None:
         """Raise if the strategy cannot train these parameters with these ranks; before anything is sent.
 

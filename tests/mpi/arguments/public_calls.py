@@ -411,6 +411,20 @@ CALLS: dict[str, Call] = {
             "weights": nothing,
         },
     ),
+    "SparseLoCo": Call(
+        mpisgd.SparseLoCo,
+        lambda: {"keep": 1, "chunk": 2**16},
+        {
+            "sync_every": positive_int,
+            "keep": lambda value: positive_int(value) and value <= 2**16,
+            "chunk": lambda value: positive_int(value) and value <= 2**16,
+            "bits": lambda value: positive_int(value) and 2 <= value <= 8,
+            "error_decay": lambda value: (
+                isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+            ),
+            "lr": junk.positive,
+        },
+    ),
     "ElasticAveraging": Call(
         mpisgd.ElasticAveraging,
         dict,

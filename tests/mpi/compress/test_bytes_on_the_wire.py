@@ -69,6 +69,11 @@ def block_code(size: int, bits: int, block: int) -> int:
     return chunk * bits // 8 + (chunk // block + 1 + (size == 1 or 42 * 50 % chunk > 0)) * 4
 
 
+def chunk_code(count: int, places: int, bits: int) -> int:
+    """Bytes of so many elements: of their places 8 bits, and what there is more, and codes."""
+    return sum(-(-count * each // 8) for each in (min(8, places), max(0, places - 8), bits))
+
+
 def on_the_wire(given: dict[str, int], size: int) -> int:
     """What a rank sends of what mpi4py was given."""
     reduced = 2 * (size - 1) * given.get("Allreduce", 0) // size
@@ -88,6 +93,12 @@ def on_the_wire(given: dict[str, int], size: int) -> int:
         # To owners of chunks and back: codes, and a scale for each block of one and for each piece.
         (compress.BlockQuantized(bits=4), lambda size: 2 * (size - 1) * block_code(size, 4, 256)),
         (compress.BlockQuantized(bits=8, block=32), lambda size: 2 * (size - 1) * block_code(size, 8, 32)),
+        # In each chunk 12 + 2 bits of 64 of 4096 elements, and two bounds; all of the rest is shorter.
+        (compress.ChunkTopK(), lambda size: (size - 1) * (chunk_code(33 + 7, 12, 2) + 2 * 8)),
+        (
+            compress.ChunkTopK(keep=4, chunk=100, bits=3),
+            lambda size: (size - 1) * (chunk_code(21 * 4 + 4 * 4 + 1, 7, 3) + 26 * 8),
+        ),
         (compress.TernGrad(), lambda size: (size - 1) * (NUMEL // 4 + 2 * 4)),
         (compress.Natural(), lambda size: (size - 1) * NUMEL * 9 // 8),
     ],

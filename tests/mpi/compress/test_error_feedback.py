@@ -18,7 +18,17 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 import mpisgd.checkpoint
-from mpisgd.compress import QSGD, DeepGradient, Natural, PowerSGD, RandomK, TernGrad, Threshold, TopK
+from mpisgd.compress import (
+    QSGD,
+    ChunkTopK,
+    DeepGradient,
+    Natural,
+    PowerSGD,
+    RandomK,
+    TernGrad,
+    Threshold,
+    TopK,
+)
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import current_job
 
@@ -32,9 +42,11 @@ WITH_RESIDUAL = (
     PowerSGD(2, warmup_steps=2),
     QSGD(5, error_feedback=True),
     Natural(error_feedback=True),
+    ChunkTopK(keep=2, chunk=9, error_decay=1.0),
 )
+FADING = ChunkTopK(keep=2, chunk=9)
 WITH_MOMENTUM = DeepGradient(0.1, warmup_steps=3)
-METHODS = (*WITH_RESIDUAL, WITH_MOMENTUM, TernGrad(), QSGD(3), RandomK(0.3, False))
+METHODS = (*WITH_RESIDUAL, FADING, WITH_MOMENTUM, TernGrad(), QSGD(3), RandomK(0.3, False))
 
 
 def with_residual(function):
@@ -78,6 +90,7 @@ def test_what_was_meant_is_what_arrived_and_the_residual(compression, op):
         PowerSGD(9),
         PowerSGD(9, min_compression_rate=0.1),
         PowerSGD(1, warmup_steps=99),
+        ChunkTopK(keep=1, chunk=1),
     ],
     ids=repr,
 )
@@ -121,7 +134,7 @@ def test_another_ranks_residual_is_not_taken_over_and_what_is_alike_is():
     everyone(steps == 2, f"{steps}")
 
 
-@pytest.mark.parametrize("compression", [TopK(0.2), PowerSGD(2), DeepGradient(0.1)], ids=repr)
+@pytest.mark.parametrize("compression", [TopK(0.2), PowerSGD(2), DeepGradient(0.1), FADING], ids=repr)
 def test_a_checkpoint_has_what_each_rank_kept_and_a_broadcast_what_all_have_alike(compression):
     trained = Trained(compression=compression)
     for step in range(2):

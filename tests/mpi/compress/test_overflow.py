@@ -24,6 +24,8 @@ COMPRESSIONS = [
     compress.QSGD(8, segment=16),
     compress.BlockQuantized(),
     compress.BlockQuantized(bits=8, block=7, error_feedback=True),
+    compress.ChunkTopK(keep=1, chunk=16),
+    compress.ChunkTopK(keep=3, chunk=20, bits=5, error_decay=0.0),
     compress.Natural(),
     compress.Natural(error_feedback=True),
     compress.TernGrad(),

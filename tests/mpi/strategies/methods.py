@@ -12,7 +12,7 @@ from examples import example
 from torch import Tensor, nn
 
 import mpisgd
-from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
+from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, SparseLoCo, compress
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[..., Optimizer]
@@ -92,6 +92,7 @@ SYNCHRONOUS: dict[str, Make] = {
     "PowerSGD": method(adam, compression=POWER),
     "DeepGradient": method(plain, compression=compress.DeepGradient(0.2)),
     "RandomK": method(sgd, compression=compress.RandomK(0.3)),
+    "ChunkTopK": method(sgd, compression=compress.ChunkTopK(keep=2, chunk=9)),
     "OneBit": method(sgd, compression=compress.OneBit()),
     "OneBit, two steps": method(sgd, compression=compress.OneBit(two_step=True)),
     "SignSGD": method(plain, compression=compress.SignSGD()),
@@ -106,6 +107,7 @@ OWN_MODELS: dict[str, Make] = {
     "DiLoCo": method(adam, strategy=DiLoCo(4, fragments=2, overlap_steps=1)),
     "DiLoCo, TopK": method(sgd, strategy=DiLoCo(3), compression=TOP_K),
     "DiLoCo, Adam": method(sgd, strategy=DiLoCo(3, torch.optim.Adam, {"lr": 0.1})),
+    "SparseLoCo": method(adam, strategy=SparseLoCo(3, keep=2, chunk=9)),
     "ElasticAveraging": method(sgd, strategy=ElasticAveraging(every=2)),
     "ElasticAveraging, TopK": method(sgd, strategy=ElasticAveraging(every=2), compression=TOP_K),
     "Gossip": method(sgd, strategy=Gossip("ring", every=2)),
@@ -136,7 +138,7 @@ BY_THEMSELVES: dict[str, Make] = {
 METHODS: dict[str, Make] = {**SYNCHRONOUS, **OWN_MODELS, **BY_THEMSELVES}
 # What they keep is of a kind that another one keeps as well.
 ALIKE = {
-    *("RandomK", "OneBit", "SignSGD", "LocalSGD, warm-up", "DiLoCo, Adam", "ElasticAveraging, TopK"),
+    *("RandomK", "ChunkTopK", "OneBit", "SignSGD", "LocalSGD, warm-up", "DiLoCo, Adam", "ElasticAveraging, TopK"),
     *("D-PSGD", "OneBitLamb"),
 }
 

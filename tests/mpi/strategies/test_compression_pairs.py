@@ -7,8 +7,8 @@ import torch
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
-from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, ParameterServer, Synchronous
-from mpisgd.compress import Auto, DeepGradient, OneBit, PerHost, PowerSGD, SignSGD, TopK
+from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, ParameterServer, SparseLoCo, Synchronous
+from mpisgd.compress import Auto, ChunkTopK, DeepGradient, OneBit, PerHost, PowerSGD, SignSGD, TopK
 from mpisgd.errors import InvalidArgument
 
 MOMENTUM = DeepGradient(0.1)
@@ -35,6 +35,11 @@ def wrap(strategy: mpisgd.Strategy, compression: mpisgd.Compressor, momentum: fl
         (ElasticAveraging(), Auto((OneBit(), SignSGD()))),
         (Gossip("ring", consensus_step=0.3), SignSGD()),
         (ParameterServer("async"), TopK(0.1)),
+        # The centre would drift from what fades in the residual.
+        (ElasticAveraging(), ChunkTopK()),
+        (ElasticAveraging(), PerHost(ChunkTopK())),
+        (ElasticAveraging(), Auto((TopK(0.1), ChunkTopK()))),
+        (SparseLoCo(4), TopK(0.1)),
     ],
     ids=repr,
 )
@@ -60,6 +65,7 @@ def test_a_second_momentum_is_refused(compression):
         (DiLoCo(1), PowerSGD(1)),
         (LocalSGD(1), OneBit()),
         (ElasticAveraging(), PerHost(TopK(0.5))),
+        (ElasticAveraging(), ChunkTopK(error_decay=1)),
     ],
     ids=repr,
 )

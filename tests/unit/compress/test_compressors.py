@@ -22,6 +22,7 @@ SMALLEST = {
     compress.PowerSGD: (2,),
     compress.QSGD: (4,),
     compress.BlockQuantized: (),
+    compress.ChunkTopK: (),
     compress.TernGrad: (),
     compress.Natural: (),
 }
@@ -62,6 +63,7 @@ CONTRACTIONS = (
     compress.OneBit(),
     compress.QSGD(4),
     compress.Natural(),
+    compress.ChunkTopK(keep=4, chunk=40),
 )
 
 
@@ -111,6 +113,12 @@ def test_who_has_a_codec_says_so(method):
         (lambda: compress.BlockQuantized(bits=1), "BlockQuantized: bits=1"),
         (lambda: compress.BlockQuantized(block=0), "BlockQuantized: block=0"),
         (lambda: compress.BlockQuantized(4, 256, "yes"), "BlockQuantized: error_feedback='yes'"),
+        (lambda: compress.ChunkTopK(keep=0), "ChunkTopK: keep=0"),
+        (lambda: compress.ChunkTopK(chunk=2**17), "ChunkTopK: chunk=131072; expected at most 65536"),
+        (lambda: compress.ChunkTopK(64, 32), "ChunkTopK: keep=64; expected at most chunk=32"),
+        (lambda: compress.ChunkTopK(bits=1), "ChunkTopK: bits=1"),
+        (lambda: compress.ChunkTopK(error_decay=1.5), "ChunkTopK: error_decay=1.5"),
+        (lambda: compress.ChunkTopK(error_decay=True), "ChunkTopK: error_decay=True"),
         (lambda: compress.TernGrad(clip_sigmas=-2), "TernGrad: clip_sigmas=-2"),
         (lambda: compress.Natural(seed="x"), "Natural: seed='x'"),
     ],

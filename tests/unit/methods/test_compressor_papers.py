@@ -33,6 +33,8 @@ EXACT = [
     compress.SignSGD(),
     compress.SignSGD(majority_vote=False),
     compress.PerHost(compress.TopK(0.2)),
+    compress.ChunkTopK(keep=2, chunk=7, error_decay=0.5),
+    compress.ChunkTopK(keep=3, chunk=20, error_decay=0.0),
 ]
 OTHERS = [
     compress.RandomK(0.25, error_feedback=False, seed=5),
@@ -52,6 +54,9 @@ OTHERS = [
     compress.BlockQuantized(block=10),
     compress.BlockQuantized(bits=8, block=7, error_feedback=True),
     compress.Natural(error_feedback=True),
+    compress.ChunkTopK(),
+    compress.ChunkTopK(keep=3, chunk=10, bits=4),
+    compress.PerHost(compress.ChunkTopK(keep=1, chunk=6, bits=3)),
 ]
 
 
@@ -89,6 +94,7 @@ def test_bit_for_bit(compression, situation):
         compress.SignSGD(),
         compress.PowerSGD(2),
         compress.OneBit(),
+        compress.ChunkTopK(keep=2, chunk=7),
     ],
     ids=repr,
 )

@@ -6,10 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paper_programs import CLOSE, LR, Program, assert_equal, assert_same, by_mpisgd, by_paper, momentum
+from paper_programs import (
+    CLOSE,
+    LR,
+    Program,
+    assert_equal,
+    assert_same,
+    by_mpisgd,
+    by_paper,
+    momentum,
+    paper_run,
+    paper_step,
+)
 
 import mpisgd
-from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
+from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, SparseLoCo, compress
 from mpisgd.methods.gossip.d_psgd.paper import DPSGD
 from mpisgd.methods.slow_mo.paper import SlowMo
 from mpisgd.tools.verification.paper_run import Definition
@@ -28,6 +39,8 @@ EXACT = [
     DiLoCo(4, fragments=2, **OUTER),
     DiLoCo(3, fragments=2, overlap_steps=1, overlap_alpha=0.25, **OUTER),
     DiLoCo.slow_momentum(2, momentum=0.5),
+    SparseLoCo(2, keep=2, chunk=7, error_decay=0.5, lr=0.5),
+    SparseLoCo(3, keep=1, chunk=5, error_decay=1.0),
     ElasticAveraging(alpha=0.125, every=2),
     Gossip(HALVES),
     Gossip(HALVES, style="combine_then_adapt"),
@@ -40,6 +53,8 @@ OTHERS = [
     LocalSGD(hierarchy={"host": 1, "job": 3}),
     DiLoCo(3),
     DiLoCo(3, fragments=2, overlap_steps=1),
+    SparseLoCo(2),
+    SparseLoCo(3, keep=3, chunk=10, bits=4, lr=0.8),
     ElasticAveraging(every=2),
     Gossip("ring"),
     Gossip("exponential", style="combine_then_adapt"),
@@ -61,6 +76,11 @@ COMPRESSED = [
     (DiLoCo(2, fragments=2), compress.RandomK(0.3)),
     (DiLoCo(3, fragments=2, overlap_steps=1), compress.BlockQuantized(8, block=7, error_feedback=True)),
     (LocalSGD(2), compress.PerHost(compress.BlockQuantized(error_feedback=True))),
+    (DiLoCo(3, fragments=2, overlap_steps=1), compress.ChunkTopK(keep=2, chunk=9)),
+    (LocalSGD(2, warmup_steps=3), compress.ChunkTopK(keep=2, chunk=9)),
+    (ElasticAveraging(every=2), compress.ChunkTopK(keep=2, chunk=9, error_decay=1.0)),
+    (ElasticAveraging(every=2), compress.ChunkTopK(keep=5, chunk=9, error_decay=0.0)),
+    (Gossip("ring", consensus_step=0.3), compress.ChunkTopK(keep=2, chunk=9)),
     (ElasticAveraging(every=2), compress.TopK(0.2)),
     (ElasticAveraging(every=2), compress.OneBit()),
     (ElasticAveraging(every=2), compress.RandomK(0.5)),
@@ -131,3 +151,47 @@ def test_the_paper_of_elastic_averaging_differs_from_its_equations_by_alpha_time
         update = 0.5 * term[name]
         equations = x.detach() - update - alpha * (x.detach() - x.detach())
         assert torch.equal(mine[0][name], equations + alpha * update)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sparse_loco_is_diloco_by_chunk_top_k(size):
+    """To the last bit, whatever the gradients are."""
+    program = Program(size=size, dyadic=False, make=momentum, steps=9)
+    found = by_mpisgd(program, strategy=SparseLoCo(3, 2, 9, 3, 0.75, 0.625))
+    sent = compress.ChunkTopK(2, 9, 3, 0.75)
+    expected = by_mpisgd(program, strategy=DiLoCo(3, outer_options={"lr": 0.625}), compression=sent)
+    assert_same(found, expected, 0.0)
+    plain = by_mpisgd(program, strategy=DiLoCo(3, outer_options={"lr": 0.625}))
+    if size > 1:
+        assert not torch.equal(found[0][-1]["matrix"], plain[0][-1]["matrix"])
+
+
+def test_equal_magnitudes_are_chosen_alike():
+    """Of many equals the first ones, by method and paper; their signs differ by rank."""
+
+    class Equals(Program):
+        def _gradient(self, rank, step, number, name):
+            shape = self.shapes[name]
+            signs = torch.arange(torch.Size(shape).numel()).add(rank + step) % 3 - 1
+            return signs.double().view(shape)
+
+    for strategy in (SparseLoCo(1, keep=2, chunk=7, error_decay=1.0), SparseLoCo(2, keep=3, chunk=8, lr=0.5)):
+        assert_equal(Equals(size=4, hosts=(2, 2)), strategy=strategy)
+
+
+@pytest.mark.parametrize(("decay", "drifts"), [(1.0, False), (0.5, True)])
+def test_a_centre_would_drift_from_what_fades_in_the_residual(decay, drifts):
+    """Why `ElasticAveraging` refuses it: without gradients the ranks move on for ever."""
+    sent = compress.ChunkTopK(keep=1, chunk=16, error_decay=decay).paper()
+    program = Program(size=2, steps=6, dyadic=False)
+    run = paper_run(program, Definition(ElasticAveraging(every=1).paper(2), sent))
+    for step in range(program.steps):
+        paper_step(program, run, step)
+    means = []
+    for count in (300, 100):
+        for _ in range(count):
+            run.step({rank: {} for rank in run.ranks})
+        means.append(torch.stack([x["matrix"] for x in run.x.values()]).mean(0))
+    moved = float((means[1] - means[0]).abs().max())
+    assert moved > 0.1 if drifts else moved < 1e-6
+    assert bool(ElasticAveraging().goes_with.compression.why_not(compress.ChunkTopK(error_decay=decay))) == drifts

@@ -21,6 +21,7 @@ from mpisgd.methods.from_text import compressor_from_text, optimizer_from_text, 
             "DiLoCo(5, outer_optimizer=Adam, outer_options={'lr': 0.1})",
             mpisgd.DiLoCo(5, torch.optim.Adam, {"lr": 0.1}),
         ),
+        ("SparseLoCo(30, keep=128, lr=0.7)", mpisgd.SparseLoCo(30, keep=128, lr=0.7)),
         ("ElasticAveraging(every=2)", mpisgd.ElasticAveraging(every=2)),
         ("Sharded(2, master_dtype=float32)", mpisgd.Sharded(2, master_dtype=torch.float32)),
         (

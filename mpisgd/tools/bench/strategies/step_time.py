@@ -112,7 +112,8 @@ def _predicted(method: Method, optimizer: torch.optim.Optimizer, alone_s: float)
 
 
 def _period(strategy: mpisgd.Strategy) -> int | None:
-    return strategy.sync_every if isinstance(strategy, (mpisgd.DiLoCo, mpisgd.LocalSGD)) else None
+    every = (mpisgd.DiLoCo, mpisgd.LocalSGD, mpisgd.SparseLoCo)
+    return strategy.sync_every if isinstance(strategy, every) else None
 
 
 def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -59,6 +59,7 @@ COMPRESSIONS = (
     _mode("fp16", Compression.fp16, quick=False),
     _mode("TopK(ratio=0.2)", compress.TopK(ratio=0.2)),
     _mode("Threshold(value=0.02)", compress.Threshold(value=0.02), quick=False),
+    _mode("ChunkTopK(keep=2, chunk=10)", compress.ChunkTopK(keep=2, chunk=10), quick=False),
     _mode("DeepGradient(ratio=0.2)", compress.DeepGradient(ratio=0.2), plain),
     _mode("PowerSGD(rank=1)", compress.PowerSGD(rank=1)),
     _mode("OneBit()", compress.OneBit(), plain),

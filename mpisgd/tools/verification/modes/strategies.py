@@ -125,6 +125,7 @@ STRATEGIES = (
         mpisgd.DiLoCo(3, fragments=2, overlap_steps=1, overlap_alpha=0.25),
     ),
     _mode('DiLoCo(2, quorum="all")', mpisgd.DiLoCo(EVERY, quorum="all"), quick=False),
+    _mode("SparseLoCo(2, keep=2, chunk=10)", mpisgd.SparseLoCo(EVERY, keep=2, chunk=10), quick=False),
     _mode("ElasticAveraging(every=2)", mpisgd.ElasticAveraging(every=EVERY)),
     _on_ring('Gossip("ring")', mpisgd.Gossip("ring")),
     _on_ring(

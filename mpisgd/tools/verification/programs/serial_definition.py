@@ -35,7 +35,7 @@ def why_undefined(program: Program) -> str:
     options = arguments_of(program.optimizers[0])
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not averages_gradients(program.optimizers[0])
-    compression, cap = options.get("compression"), program.optimizers[0].option("bucket_cap_bytes")
+    compression, cap = _compression_in(options), program.optimizers[0].option("bucket_cap_bytes")
     codes = codes_between_hosts(program)
     sent = _sent_by(compression) if not codes else strategy.paper(program.ranks)
     has_buckets = codes or len(program.layers) == 1 or cap == "1"
@@ -87,7 +87,7 @@ def rounds(program: Program) -> bool:
     """Return whether a method computes with gradients what is rounded, such as a mean of magnitudes."""
     options = [arguments_of(optimizer) for optimizer in program.optimizers]
     return codes_between_hosts(program) or any(
-        each.get("op") is mpisgd.Adasum or _sent_by(each.get("compression")).rounds for each in options
+        each.get("op") is mpisgd.Adasum or _sent_by(_compression_in(each)).rounds for each in options
     )
 
 
@@ -104,6 +104,13 @@ def has_codes(strategy: mpisgd.Strategy) -> bool:
     if not isinstance(strategy, mpisgd.Sharded):
         return False
     return strategy.gradients is not None or strategy.parameters is not None
+
+
+def _compression_in(options: dict[str, Any]) -> mpisgd.Compressor | None:
+    """Return what the ranks send by: a strategy's own, or what is asked for."""
+    strategy = options.get("strategy")
+    own = None if strategy is None else strategy.own_compression
+    return options.get("compression") if own is None else own
 
 
 def _sent_by(compression: mpisgd.Compressor | None) -> Paper[Any]:

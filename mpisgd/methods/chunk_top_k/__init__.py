@@ -1,0 +1,1 @@
+"""The largest elements of each chunk, in a few bits."""

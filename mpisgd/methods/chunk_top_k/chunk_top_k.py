@@ -1,0 +1,125 @@
+"""`ChunkTopK`: the largest elements of each chunk travel, in a few bits; the rest is kept, and fades.
+
+Sarfi, Therien, Lidin and Belilovsky 2025, "Communication Efficient LLM Pre-training with SparseLoCo".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mpisgd.arguments import check_positive, shown
+from mpisgd.compress.compressor import BucketLayout, Traits
+from mpisgd.compress.quantizing_reducer import QuantizingReducer
+from mpisgd.compress.residual import Waiting, memory_of
+from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.chunk_top_k import paper
+from mpisgd.methods.chunk_top_k.chunk_code import ChunkCode
+from mpisgd.methods.coding import Coding
+from mpisgd.methods.paper_kit import Paper
+
+__all__ = ["ChunkTopK", "check_chunks"]
+
+MOST_ELEMENTS = 2**16  # of a chunk, whose places have two bytes at most
+
+
+def check_chunks(name: str, keep: Any, chunk: Any, bits: Any, decay: Any) -> None:
+    """Raise InvalidArgument unless these can be arguments of `ChunkTopK`; `name`: who is asked."""
+    for what, value in (("keep", keep), ("chunk", chunk)):
+        check_positive(name, what, value, whole=True)
+    if chunk > MOST_ELEMENTS:
+        raise InvalidArgument(f"{name}: chunk={chunk}; expected at most {MOST_ELEMENTS} elements")
+    if keep > chunk:
+        raise InvalidArgument(f"{name}: keep={keep}; expected at most chunk={chunk}")
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+        raise InvalidArgument(f"{name}: bits={shown(bits)}; expected 2 to 8")
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+        raise InvalidArgument(f"{name}: error_decay={shown(decay)}; expected a number from 0 to 1")
+
+
+@dataclass(frozen=True)
+class ChunkTopK(WideCompressor):
+    """Sends the `keep` elements of largest magnitude of each chunk of `chunk` elements, in `bits` bits.
+
+        m_i = g_i + error_decay e_i            gradient and residual of rank i
+        s_i = Q(m_i) at the largest of each chunk, else 0
+        e_i = m_i - s_i
+        g   = mean of s_i over the ranks       (or the sum, with op=SUM)
+
+    The decay makes of the residual a local momentum, which SparseLoCo has instead of an outer one; see
+    `mpisgd.SparseLoCo`. With `error_decay` below 1 a part of what is left out never arrives.
+
+    A chunk has consecutive elements of a parameter, in the order of its memory; its last one may be shorter,
+    and sends as large a part, but one element at least. Of equal magnitudes the first ones are sent. Q(v) is
+    the sign of v and the nearest of 2^(bits - 1) levels, which are evenly spaced from the smallest to the
+    largest magnitude that is sent of the chunk. So no element has an error larger than itself, and with
+    `bits=2` each becomes one of the two. Infinite and NaN elements make what is sent of their chunk NaN.
+
+    The paper says "2-bit quantization". In its authors' programs a code is one of four ranges of what a tensor
+    sends, each 1.5 standard deviations wide, and stands for the mean of its range; chunks are 64 x 64 blocks
+    of a matrix; and the mean of an element is over the ranks that have sent it. Here bounds are of a chunk
+    and need no sums, so that results do not depend on the order of additions; chunks are of flat memory;
+    and the mean is over all ranks, as in the paper's algorithm.
+
+    Attributes:
+        keep: elements of a whole chunk that are sent.
+        chunk: 1 to 65536.
+        bits: of an element that is sent, its sign included; 2 to 8.
+        error_decay: how much of what was left out is added to the next gradient, 0 to 1. 0: nothing is kept.
+
+    Raises:
+        InvalidArgument: at construction.
+
+    Cost: each rank sends (size - 1) times, for every chunk, `keep` times log2(chunk) + bits bits, and two
+        numbers: by default 1/136 of float32 gradients. Keeps one residual the size of the
+        gradients, this rank's own: see `mpisgd.compress.residual`.
+    """
+
+    keep: int = 64
+    chunk: int = 4096
+    bits: int = 2
+    error_decay: float = 0.95
+
+    @classmethod
+    def examples(cls) -> Sequence["ChunkTopK"]:
+        """See `Compressor`."""
+        return (cls(), cls(keep=2, chunk=5, bits=3, error_decay=1.0))
+
+    def __post_init__(self) -> None:
+        check_chunks("ChunkTopK", self.keep, self.chunk, self.bits, self.error_decay)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """What is left out is added to the next gradient, in part."""
+        return Traits(has_error_feedback=self.error_decay > 0, fades=0 < self.error_decay < 1)
+
+    def codec(self, layout: BucketLayout) -> ChunkCode:
+        """Return the codec of a bucket. The largest element of each chunk arrives as it is, but for rounding.
+
+        So |x - C(x)|^2 <= (1 - 1 / chunk) |x|^2.
+        """
+        return ChunkCode(layout, keep=self.keep, chunk=self.chunk, bits=self.bits)
+
+    def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
+        """Return the reducer, which sends the largest elements of a bucket."""
+        state = Waiting()
+        memory = memory_of(layout, self.error_decay > 0, state, self.error_decay)
+        return QuantizingReducer(self.codec(layout), layout.numel, 0, memory, state)
+
+    def coding(self) -> Coding:
+        """Return what compressing costs beside the bytes, for `plan`.
+
+        Places and codes go to all ranks; magnitudes of a chunk are compared.
+        """
+        return Coding(element_s=15e-9, copies=0.0)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.ChunkTopK(
+            keep=self.keep,
+            chunk=self.chunk,
+            L=(1 << (self.bits - 1)) - 1,
+            feedback=self.error_decay > 0,
+            beta=float(self.error_decay),
+        )
