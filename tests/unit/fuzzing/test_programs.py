@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fuzzing import draw as draw_module
 from fuzzing.draw import draw
 from fuzzing.shrink import shrink
 
@@ -53,6 +54,17 @@ def test_the_text_of_a_program_is_read_back():
 
 def test_what_is_drawn_keeps_to_the_contract():
     assert not any(violation(draw(seed)) for seed in SEEDS)
+
+
+def test_chunks_are_drawn_and_other_programs_are_what_they_were(monkeypatch):
+    drawn = [repr(draw(seed)) for seed in range(1000)]
+    by_chunks = {name: [text for text in drawn if name in text] for name in ("ChunkTopK", "SparseLoCo")}
+    assert all(len(texts) >= 3 for texts in by_chunks.values()), by_chunks
+    monkeypatch.setattr(draw_module, "CHUNKS_SHARE", -1.0)
+    before = [repr(draw(seed)) for seed in range(1000)]
+    assert not any(name in text for name in by_chunks for text in before)
+    changed = [now for now, then in zip(drawn, before, strict=True) if now != then]
+    assert changed == [text for text in drawn if any(name in text for name in by_chunks)]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
