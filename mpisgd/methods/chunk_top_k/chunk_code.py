@@ -7,7 +7,6 @@ is sent of a chunk; a code is a sign bit before one of the levels between them, 
 comparisons decide what is sent, and what it stands for is no sum: the order of additions plays no role.
 """
 
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,9 +19,15 @@ from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.levels import Segments, segments_of
 from mpisgd.compress.selection import top_k_of_rows
 
-__all__ = ["ChunkCode"]
+__all__ = ["ChunkCode", "place_bits"]
 
 BYTE = 8  # bits
+
+
+def place_bits(chunk: int) -> list[int]:
+    """Return the bits of a place in a chunk: of its low byte, and of the other one if there is one."""
+    bits = max(1, (chunk - 1).bit_length())
+    return [bits] if bits <= BYTE else [BYTE, bits - BYTE]
 
 
 class _Chunks(NamedTuple):
@@ -71,30 +76,27 @@ class ChunkCode:
         firsts = accumulate(sent, initial=0)
         self._chunks = [_Chunks(*each) for each in zip(segments, firsts, counts, strict=False)]
         self._numel, self._number = sum(sent), sum(each.number for each in segments)
-        places = max(1, (chunk - 1).bit_length())
-        self._place_bits = [min(BYTE, places), max(0, places - BYTE)]
-        packed = [packed_size(self._numel, each) for each in (*self._place_bits, bits)]
+        self._packed_bits = [*place_bits(chunk), bits]
+        packed = [packed_size(self._numel, each) for each in self._packed_bits]
         self._lengths = [*packed, self._number * 2 * layout.dtype.itemsize]
         self.nbytes = sum(self._lengths)
 
     def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
         """Return the places, the codes and the bounds."""
-        places = torch.empty(self._numel, dtype=torch.int64, device=flat.device)
-        codes = torch.empty(self._numel, dtype=torch.uint8, device=flat.device)
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device=flat.device)
+        *packed, limits = message.split(self._lengths)
+        *places, codes = (message.new_empty(self._numel) for _ in self._packed_bits)
         bounds = flat.new_empty(self._number, 2)
         for part in self._chunks:
             rows = part.elements.of(flat)
             chosen = top_k_of_rows(rows, part.count)
             values = rows.gather(1, chosen)
             levels = self._levels(values.abs(), *part.bounds(bounds))
-            part.sent(places).copy_(chosen)
             part.sent(codes).copy_(levels).bitwise_or_((values < 0).to(torch.uint8) << (self._bits - 1))
-        message = torch.empty(self.nbytes, dtype=torch.uint8, device=flat.device)
-        low, high, coded, limits = message.split(self._lengths)
-        for out, bits, shift in zip((low, high), self._place_bits, (0, BYTE), strict=True):
-            if bits:
-                pack((places >> shift & 0xFF).to(torch.uint8), bits, out=out)
-        pack(codes, self._bits, out=coded)
+            for number, some in enumerate(places):
+                part.sent(some).copy_(chosen >> BYTE * number & 0xFF)
+        for numbers, bits, out in zip((*places, codes), self._packed_bits, packed, strict=True):
+            pack(numbers, bits, out=out)
         limits.copy_(bounds.view(-1).view(torch.uint8))
         return message
 
@@ -108,22 +110,20 @@ class ChunkCode:
 
     def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
         """Add the elements, or subtract them."""
-        low, high, coded, limits = message.split(self._lengths)
-        places = torch.zeros(self._numel, dtype=torch.int64, device=out.device)
-        for packed, bits, shift in zip((low, high), self._place_bits, (0, BYTE), strict=True):
-            if bits:
-                places |= unpack(packed, bits, self._numel).to(torch.int64) << shift
-        codes = unpack(coded, self._bits, self._numel)
+        *packed, limits = message.split(self._lengths)
+        numbers = zip(packed, self._packed_bits, strict=True)
+        *places, codes = (unpack(some, bits, self._numel) for some, bits in numbers)
         # Copied, as any number of bytes lies before them.
         bounds = limits.clone().view(self._dtype).view(self._number, 2)
-        for part, values in self._values(codes, bounds):
-            part.elements.of(out).scatter_add_(1, part.sent(places), values if sign > 0 else values.neg_())
-
-    def _values(self, codes: Tensor, bounds: Tensor) -> Iterator[tuple[_Chunks, Tensor]]:
-        """Yield what codes stand for, of some chunks each time."""
         for part in self._chunks:
-            least, largest = part.bounds(bounds)
-            mine = part.sent(codes)
-            levels = (mine & self._top).to(self._dtype)
-            values = levels.mul_((largest - least) / self._top).add_(least)
-            yield part, torch.where(mine > self._top, -values, values)
+            values = self._values(part.sent(codes), *part.bounds(bounds))
+            chosen = torch.zeros(values.shape, dtype=torch.int64, device=out.device)
+            for number, some in enumerate(places):
+                chosen |= part.sent(some).to(torch.int64) << BYTE * number
+            part.elements.of(out).scatter_add_(1, chosen, values if sign > 0 else values.neg_())
+
+    def _values(self, codes: Tensor, least: Tensor, largest: Tensor) -> Tensor:
+        """Return what codes stand for, of chunks of these bounds."""
+        levels = (codes & self._top).to(self._dtype)
+        values = levels.mul_((largest - least) / self._top).add_(least)
+        return torch.where(codes > self._top, -values, values)

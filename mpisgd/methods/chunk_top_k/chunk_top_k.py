@@ -15,7 +15,7 @@ from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.chunk_top_k import paper
-from mpisgd.methods.chunk_top_k.chunk_code import ChunkCode
+from mpisgd.methods.chunk_top_k.chunk_code import ChunkCode, place_bits
 from mpisgd.methods.coding import Coding
 from mpisgd.methods.paper_kit import Paper
 
@@ -110,9 +110,12 @@ class ChunkTopK(WideCompressor):
     def coding(self) -> Coding:
         """Return what compressing costs beside the bytes, for `plan`.
 
-        Places and codes go to all ranks; magnitudes of a chunk are compared.
+        Places and codes go to all ranks; magnitudes of a chunk are compared. Meanwhile what is sent of an
+        element has a byte for each part, and one for each bit of a part of which bytes have no whole number.
         """
-        return Coding(element_s=15e-9, copies=0.0)
+        parts = [*place_bits(self.chunk), self.bits]
+        nbytes = len(parts) + max(0 if 8 % bits == 0 else bits for bits in parts)
+        return Coding(element_s=15e-9, copies=self.keep / self.chunk * nbytes / 4)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""
