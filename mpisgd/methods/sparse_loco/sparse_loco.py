@@ -19,7 +19,7 @@ from mpisgd.methods.chunk_top_k.chunk_top_k import ChunkTopK, check_chunks
 from mpisgd.methods.diloco.diloco import DiLoCo
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.sparse_loco import paper
-from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_default
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_default, yes
 from mpisgd.methods.strategy.local_training import LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.training import Training
@@ -85,7 +85,11 @@ class SparseLoCo(Strategy):
     @property
     def goes_with(self) -> GoesWith:
         """See `GoesWith`: what `DiLoCo` goes with, and no compression beside its own."""
-        return replace(self.outer.goes_with, compression=Compressions("its own", (needs_default,)))
+        return replace(
+            self.outer.goes_with,
+            compression=Compressions("its own", (needs_default,)),
+            elastic=yes("survivors go on from their own models, with what they have left out"),
+        )
 
     def synchronizer(self, training: Training) -> LocalSynchronizer:
         """Return the working part: that of `DiLoCo`."""
