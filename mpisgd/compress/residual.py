@@ -127,8 +127,6 @@ class Residual(ErrorMemory):
         self.residual.zero_()
 
 
-def memory_of(
-    layout: BucketLayout, error_feedback: bool, state: Waiting, decay: float = 1.0
-) -> ErrorMemory:
+def memory_of(layout: BucketLayout, error_feedback: bool, state: Waiting, decay: float = 1.0) -> ErrorMemory:
     """Return a residual for a bucket, which `state` has, or what keeps nothing."""
     return Residual(layout, state, decay) if error_feedback else ErrorMemory()

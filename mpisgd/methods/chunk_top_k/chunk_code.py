@@ -36,22 +36,22 @@ class _Chunks(NamedTuple):
     Attributes:
         elements: where they lie in the bucket.
         first: of their elements that are sent, among all.
-        count: how many each sends.
+        kept: how many each sends.
     """
 
     elements: Segments
     first: int
-    count: int
+    kept: int
 
     def sent(self, values: Tensor) -> Tensor:
-        """Return what belongs to their elements of what is there of each that is sent, [number, count]."""
+        """Return what belongs to their elements of what is there of each that is sent, [number, kept]."""
         number = self.elements.number
-        return values[self.first : self.first + number * self.count].view(number, self.count)
+        return values[self.first : self.first + number * self.kept].view(number, self.kept)
 
     def bounds(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return their smallest magnitudes and their largest ones, [number, 1] each."""
         first, number = self.elements.first, self.elements.number
-        least, largest = values[first : first + number].split(1, dim=1)
+        least, largest = torch.split(values[first : first + number], 1, dim=1)
         return least, largest
 
 
@@ -84,12 +84,12 @@ class ChunkCode:
     def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
         """Return the places, the codes and the bounds."""
         message = torch.empty(self.nbytes, dtype=torch.uint8, device=flat.device)
-        *packed, limits = message.split(self._lengths)
+        *packed, limits = torch.split(message, self._lengths)
         *places, codes = (message.new_empty(self._numel) for _ in self._packed_bits)
         bounds = flat.new_empty(self._number, 2)
         for part in self._chunks:
             rows = part.elements.of(flat)
-            chosen = top_k_of_rows(rows, part.count)
+            chosen = top_k_of_rows(rows, part.kept)
             values = rows.gather(1, chosen)
             levels = self._levels(values.abs(), *part.bounds(bounds))
             part.sent(codes).copy_(levels).bitwise_or_((values < 0).to(torch.uint8) << (self._bits - 1))
@@ -101,7 +101,7 @@ class ChunkCode:
         return message
 
     def _levels(self, magnitudes: Tensor, least: Tensor, largest: Tensor) -> Tensor:
-        """Set the bounds of magnitudes [number, count]; return their levels, from 0 to the top one."""
+        """Set the bounds of magnitudes [number, kept]; return their levels, from 0 to the top one."""
         torch.amin(magnitudes, 1, keepdim=True, out=least)
         torch.amax(magnitudes, 1, keepdim=True, out=largest)
         steps = (largest - least) / self._top
@@ -110,7 +110,7 @@ class ChunkCode:
 
     def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
         """Add the elements, or subtract them."""
-        *packed, limits = message.split(self._lengths)
+        *packed, limits = torch.split(message, self._lengths)
         numbers = zip(packed, self._packed_bits, strict=True)
         *places, codes = (unpack(some, bits, self._numel) for some, bits in numbers)
         # Copied, as any number of bytes lies before them.

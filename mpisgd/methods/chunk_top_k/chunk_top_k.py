@@ -115,7 +115,7 @@ class ChunkTopK(WideCompressor):
         """
         parts = [*place_bits(self.chunk), self.bits]
         nbytes = len(parts) + max(0 if 8 % bits == 0 else bits for bits in parts)
-        return Coding(element_s=15e-9, copies=self.keep / self.chunk * nbytes / 4)
+        return Coding(element_s=40e-9, copies=self.keep / self.chunk * nbytes / 4)
 
     def paper(self) -> Paper[Any]:
         """See `Compressor`."""

@@ -105,8 +105,8 @@ def needs_all_in_time(sent: Sent) -> str:
     if not sent.compressor.traits.fades:
         return ""
     return (
-        "a part of what it has not sent never arrives, by which the sum of what has arrived would be wrong for "
-        "good; error_decay=1 or 0 goes with it"
+        "a part of what it has not sent never arrives, by which the sum of what has arrived would be wrong "
+        "for good; error_decay=1 or 0 goes with it"
     )
 
 

@@ -138,7 +138,15 @@ BY_THEMSELVES: dict[str, Make] = {
 METHODS: dict[str, Make] = {**SYNCHRONOUS, **OWN_MODELS, **BY_THEMSELVES}
 # What they keep is of a kind that another one keeps as well.
 ALIKE = {
-    *("RandomK", "ChunkTopK", "OneBit", "SignSGD", "LocalSGD, warm-up", "DiLoCo, Adam", "ElasticAveraging, TopK"),
+    *(
+        "RandomK",
+        "ChunkTopK",
+        "OneBit",
+        "SignSGD",
+        "LocalSGD, warm-up",
+        "DiLoCo, Adam",
+        "ElasticAveraging, TopK",
+    ),
     *("D-PSGD", "OneBitLamb"),
 }
 

@@ -134,7 +134,7 @@ def test_what_an_outer_step_sends_is_what_the_cost_says(monkeypatch):
     )
     communicator = group.queue.communicator
     found = []
-    for step in range(1, 9):
+    for _ in range(8):
         sent, given = communicator.sent_bytes, communicator.given_bytes["Allgather"]
         for param in params:
             param.grad = torch.randn_like(param)
@@ -172,9 +172,7 @@ class WithMatrices(nn.Module):
         drawn = [targets(rank, step, *shapes) for rank in range(mpisgd.size()) for step in (0, 1)]
         means = [torch.stack(each).mean(0) for each in zip(*drawn, strict=True)]
         with torch.no_grad():
-            return sum(
-                (w - mean).square().mean().item() for w, mean in zip(self.weights, means, strict=True)
-            )
+            return sum((w - mean).square().mean().item() for w, mean in zip(self.weights, means, strict=True))
 
 
 @pytest.mark.mpi(min_size=2)

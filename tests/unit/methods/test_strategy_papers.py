@@ -194,4 +194,7 @@ def test_a_centre_would_drift_from_what_fades_in_the_residual(decay, drifts):
         means.append(torch.stack([x["matrix"] for x in run.x.values()]).mean(0))
     moved = float((means[1] - means[0]).abs().max())
     assert moved > 0.1 if drifts else moved < 1e-6
-    assert bool(ElasticAveraging().goes_with.compression.why_not(compress.ChunkTopK(error_decay=decay))) == drifts
+    assert (
+        bool(ElasticAveraging().goes_with.compression.why_not(compress.ChunkTopK(error_decay=decay)))
+        == drifts
+    )
