@@ -120,7 +120,7 @@ def of_chunks(v: Tensor, keep: int, chunk: int, L: int) -> Tensor:
     """Return Q of the largest elements of each chunk of v, and else zeros.
 
         k    = keep, of fewer than `chunk` elements as large a part, and at least 1; of equals the first ones
-        Q(x) = sign(x) (lo + l s),   l = round((|x| - lo) / s),   s = (hi - lo) / L
+        Q(x) = sign(x) (lo + n s),   n = round((|x| - lo) / s),   s = (hi - lo) / L
 
     lo and hi are the smallest and the largest of the k magnitudes of the chunk.
     """
@@ -132,8 +132,8 @@ def of_chunks(v: Tensor, keep: int, chunk: int, L: int) -> Tensor:
         x = c[largest]
         lo, hi = x.abs().min(), x.abs().max()
         s = (hi - lo) / L
-        l = ((x.abs() - lo) / s).round() if s else torch.zeros_like(x)
-        sent[begin + largest] = x.sign() * (lo + l * s)
+        n = ((x.abs() - lo) / s).round() if s else torch.zeros_like(x)
+        sent[begin + largest] = x.sign() * (lo + n * s)
     return sent.view(v.shape)
 
 

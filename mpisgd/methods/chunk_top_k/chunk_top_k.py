@@ -56,11 +56,12 @@ class ChunkTopK(WideCompressor):
     largest magnitude that is sent of the chunk. So no element has an error larger than itself, and with
     `bits=2` each becomes one of the two. Infinite and NaN elements make what is sent of their chunk NaN.
 
-    The paper says "2-bit quantization". In its authors' programs a code is one of four ranges of what a tensor
-    sends, each 1.5 standard deviations wide, and stands for the mean of its range; chunks are 64 x 64 blocks
-    of a matrix; and the mean of an element is over the ranks that have sent it. Here bounds are of a chunk
-    and need no sums, so that results do not depend on the order of additions; chunks are of flat memory;
-    and the mean is over all ranks, as in the paper's algorithm.
+    Error feedback, its decay, top-k of chunks, and the mean over all ranks are those of the paper. Its "2-bit
+    quantization" is another one. In published programs for the method a code is one of four ranges of what a
+    tensor sends, by default 1.5 standard deviations wide, and stands for the mean of its range; chunks are
+    blocks of 64 x 64 elements of a matrix; and an element's mean is over the ranks that have sent it. Here
+    bounds are those of a chunk and need no sums, so that results do not depend on the order of additions,
+    and chunks are of flat memory.
 
     Attributes:
         keep: elements of a whole chunk that are sent.
