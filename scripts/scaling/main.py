@@ -99,8 +99,9 @@ class Job:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put((time.time(), line))
+        with self._process.stdout as out:
+            for line in out:
+                self._lines.put((time.time(), line))
         self._lines.put(None)
 
     def lines(self) -> Iterator[tuple[float, str]]:
@@ -112,16 +113,19 @@ class Job:
                 self.said.append(line[1])
                 yield line
 
+    def wait(self) -> int:
+        """Wait for the end; return mpirun's exit code."""
+        for _ in self.lines():
+            pass
+        return self._process.wait()
+
     def end(self, *, well: bool) -> float:
         """Wait for the end; return its time.
 
         Raises:
             JobError: it has ended well or not, unlike what was expected.
         """
-        for _ in self.lines():
-            pass
-        code = self._process.wait()
-        if (code == 0) != well:
+        if ((code := self.wait()) == 0) != well:
             raise JobError(f"{self._shape}, {self._name}: exit code {code}:\n{''.join(self.said[-30:])}")
         return time.time()
 
@@ -161,6 +165,7 @@ def recovered(shape: Shape, folder: Path) -> dict[str, float]:
     for _, line in job.lines():
         if line.startswith(REPORT):
             found.update(json.loads(line.removeprefix(REPORT)))
+    job.wait()  # whatever its exit code is: a rank was killed
     if found.pop("ranks", 0) != shape.size - 1:
         raise JobError(f"{shape}, recover: the others have not gone on:\n{''.join(job.said[-30:])}")
     return found
