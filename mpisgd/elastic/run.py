@@ -8,18 +8,11 @@ from typing import Any
 from mpisgd.core.consistency import Operation
 from mpisgd.elastic.decorator import Frontend, Function, elastic_function
 from mpisgd.elastic.joining import ElasticOptions, join
-from mpisgd.elastic.recovery import (
-    agree_on_end,
-    free_old_worlds,
-    outlives_losses,
-    recover,
-    report,
-    wait_for_notice,
-)
+from mpisgd.elastic.recovery import recover, report
 from mpisgd.elastic.state import State
-from mpisgd.errors import InvalidArgument, JobError, PeerLost
+from mpisgd.errors import InvalidArgument
 from mpisgd.job import lifecycle as jobs
-from mpisgd.threads import waiting
+from mpisgd.job.recovery import agree_on_end, free_old_worlds, is_loss
 
 __all__ = ["run"]
 
@@ -74,7 +67,7 @@ def _until_done(func: Function, state: State, options: ElasticOptions, joiner: b
             jobs.current_job().world.queue.run(Operation("end of elastic.run"), lambda: None)
             agree_on_end()
         except Exception as exc:
-            if not _is_loss(exc):
+            if not is_loss(exc):
                 raise
             recovered = recover(str(exc), options)
             report(recovered)
@@ -87,18 +80,6 @@ def _resume(state: State, joiners: bool) -> None:
     """Restore the last commit in the new world, and free the memory of the old one."""
     state.resume(joiners)
     free_old_worlds()
-
-
-def _is_loss(exc: Exception) -> bool:
-    """Return whether a lost rank has caused this error, which torch may have wrapped.
-
-    A late rank is not lost. The others cannot continue without it, since it may still come, and a return to
-    the last commit would wait for it again. So the job ends.
-    """
-    if isinstance(exc, JobError) or not outlives_losses():
-        return False
-    wait_for_notice(lambda: not isinstance(exc, PeerLost))
-    return waiting.cancelled_by_loss() or (isinstance(exc, PeerLost) and waiting.cancel_reason() is None)
 
 
 def _warn_without_fault_tolerance() -> None:

@@ -21,16 +21,22 @@ if TYPE_CHECKING:
     from mpisgd.dtypes import ReduceOp
 
 __all__ = [
+    "HAS_RECONFIGURE",
+    "HAS_WINDOWS",
     "arrived",
     "blocks",
     "check_version",
+    "error_type",
     "factor_of",
+    "has_views",
     "keep_works_of_reducers",
     "never_compiled",
     "opt_out_of_flight_recorder",
     "reduction_of",
     "take_over_monitored_barrier",
     "take_over_rendezvous",
+    "wants_reconfigure",
+    "window_attr",
     "with_old_names",
 ]
 
@@ -45,6 +51,10 @@ OLD_NAMES = {
 }
 
 OLDEST = (2, 7)
+
+# Whether torch asks groups for other members, and for one-sided windows (from 2.14 on).
+HAS_RECONFIGURE = hasattr(dist.ProcessGroup, "reconfigure")
+HAS_WINDOWS = hasattr(dist.ProcessGroup, "new_window")
 
 RendezvousHandler = Callable[..., Iterator[tuple[Any, int, int]]]
 C = TypeVar("C", bound=type)
@@ -85,6 +95,32 @@ def factor_of(op: Any) -> float | Tensor | None:
         return None
     factor: float | Tensor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
     return factor
+
+
+def wants_reconfigure(options: Any) -> bool:
+    """Return whether the program makes a group whose members `reconfigure` is to name."""
+    return bool(getattr(options, "enable_reconfigure", False))
+
+
+def error_type(name: str) -> Any:
+    """Return a member of torch's ErrorType, which earlier versions do not have: its name there."""
+    kinds = getattr(sys.modules["torch._C._distributed_c10d"], "ErrorType", None)
+    return name if kinds is None else getattr(kinds, name)
+
+
+def window_attr(*, unified: bool) -> Any:
+    """Return what torch's windows say of the memory of a rank."""
+    c10d: Any = sys.modules["torch._C._distributed_c10d"]
+    attr = c10d.WindowAttr()
+    attr.access_type = c10d.WindowAccessType.UNIFIED if unified else c10d.WindowAccessType.SEPARATE
+    return attr
+
+
+def has_views(tensor: Tensor) -> bool:
+    """Return whether other tensors use the memory of this one."""
+    uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+    alone = torch.empty(1)
+    return uses(tensor.untyped_storage()._cdata) > uses(alone.untyped_storage()._cdata)
 
 
 def check_version() -> None:

@@ -15,6 +15,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.job.groups import open_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.torch_backend import compat
+from mpisgd.torch_backend.membership import Membership, handle_of_process, keep_handles
 from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
 from mpisgd.transport.tcp_store.store import open_store
 
@@ -55,24 +56,43 @@ def create(options: Any, pg_options: Any = None) -> ProcessGroupMpisgd:
     compat.check_version()
     mpisgd.init()
     members = list(options.global_ranks_in_group or ())
-    ranks = _job_ranks(members) if members else _agree_on_ranks(options.group_rank, options.group_size)
+    ranks = _job_ranks(members) if members else _agree_on_ranks(options)
     timeout_s = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
-    name = f"torch {options.group_id}"
+    membership = Membership(f"torch {options.group_id}", timeout_s, pg_options)
+    if compat.wants_reconfigure(options):
+        return ProcessGroupMpisgd(None, options.store, membership)
     group = open_group(
-        current_job(), ranks, name=name, timeout_s=timeout_s, runs_inline=True, pg_options=pg_options
+        current_job(),
+        ranks,
+        name=membership.name,
+        timeout_s=timeout_s,
+        runs_inline=True,
+        pg_options=pg_options,
     )
-    return ProcessGroupMpisgd(group, options.store)
+    return ProcessGroupMpisgd(group, options.store, membership)
 
 
-def _agree_on_ranks(rank: int, size: int) -> Sequence[int]:
-    """Return the job's rank of every rank that torch counts, which the program may have ordered anew."""
+def _agree_on_ranks(options: Any) -> Sequence[int]:
+    """Return the job's rank of every rank that torch counts, which the program may have ordered anew.
+
+    Every rank learns the handles by which `reconfigure` names the others, too.
+    """
+    rank, size = options.group_rank, options.group_size
     if size != mpisgd.size():
         raise InvalidArgument(
             f"init_process_group: world_size={size}, but this job has {mpisgd.size()} rank(s): start the "
             f"program with mpirun -n {size}, or leave WORLD_SIZE and world_size to mpisgd"
         )
-    claims: list[Any] = [None] * size
-    mpisgd.all_gather_object(claims, rank)
+    told: list[Any] = [None] * size
+    mpisgd.all_gather_object(told, (rank, handle_of_process(), compat.wants_reconfigure(options)))
+    claims = [claim for claim, _, _ in told]
+    wishes = [wants for _, _, wants in told]
+    if len(set(wishes)) > 1:
+        raise InvalidArgument(
+            f"init_process_group: enable_reconfigure is {wishes} on the {size} ranks of the job; give all of "
+            "them the same"
+        )
+    keep_handles(current_job(), [handle for _, handle, _ in told])
     if sorted(claims) != list(range(size)):
         raise InvalidArgument(
             f"init_process_group: the {size} ranks of the job call themselves {claims}; give every process a "

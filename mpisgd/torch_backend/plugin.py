@@ -81,7 +81,7 @@ def _take_over() -> None:
 
 
 def _is_ours(group: Any) -> bool:
-    return hasattr(group, "mpisgd_group")
+    return hasattr(type(group), "mpisgd_group")
 
 
 def _note_given_back() -> None:

@@ -33,12 +33,15 @@ from mpisgd.config import BACKEND, LONGEST_TIMEOUT_S
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import NotInitialized, ShapeMismatch
+from mpisgd.errors import CollectiveTimeout, NotInitialized, ShapeMismatch, UnsupportedOp
 from mpisgd.job.groups import close_group, leave_group
+from mpisgd.job.recovery import free_old_worlds
 from mpisgd.torch_backend import compat
 from mpisgd.torch_backend.barrier import pass_monitored
+from mpisgd.torch_backend.membership import Membership, are_handles_known, handle_of_process
 from mpisgd.torch_backend.profiling import with_profiler_events
 from mpisgd.torch_backend.short_forms import with_short_forms
+from mpisgd.torch_backend.window import BackendWindow
 from mpisgd.torch_backend.work import BackendWork
 
 __all__ = ["ProcessGroupMpisgd"]
@@ -49,6 +52,18 @@ TensorLists = Sequence[Tensors]
 
 # Its methods are overloaded there in ways that only C++ knows how to write; see torch's own threaded group.
 _Base: Any = dist.ProcessGroup
+
+
+class _NoMembers:
+    """In the place of `mpisgd_group`, until there is one: its value on the object hides this one."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise NotInitialized(
+            "this process group has no members yet, since it was made with enable_reconfigure=True; call "
+            "reconfigure first"
+        )
 
 
 @compat.never_compiled
@@ -62,12 +77,16 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     ones run at once if all ranks have issued them and share a host, and otherwise in a thread of the group.
 
     Attributes:
-        mpisgd_group: the value for `group=` of mpisgd's own functions.
+        mpisgd_group: the value for `group=` of mpisgd's own functions; another one after each `reconfigure`.
     """
 
-    def __init__(self, group: Group, store: Any) -> None:
-        super().__init__(group.rank, group.size)
-        self.mpisgd_group = group
+    mpisgd_group: Any = _NoMembers()
+
+    def __init__(self, group: Group | None, store: Any, membership: Membership) -> None:
+        super().__init__(*(-1, -1) if group is None else (group.rank, group.size))
+        if group is not None:
+            self.mpisgd_group = group
+        self._membership = membership
         self._store = store
         self._name = ""
         self._desc = ""
@@ -75,7 +94,13 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         self._aborted: NotInitialized | None = None
 
     def __repr__(self) -> str:
-        return f"ProcessGroupMpisgd(name={self._name!r}, ranks={list(self.mpisgd_group.ranks)})"
+        group = self._found_group()
+        return f"ProcessGroupMpisgd(name={self._name!r}, ranks={list(group.ranks) if group else []})"
+
+    def _found_group(self) -> Group | None:
+        """Return `mpisgd_group`, None where there is none yet."""
+        found: Group | None = vars(self).get("mpisgd_group")
+        return found
 
     # -- collectives on lists of tensors, of which torch passes one ------------------------------------
 
@@ -325,8 +350,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
-    supports_reconfigure = False  # from torch 2.14 on, as is the next
-    supports_window = False
+    supports_window = compat.HAS_WINDOWS
 
     def _get_backend(self, device: torch.device) -> "ProcessGroupMpisgd":
         return self
@@ -335,12 +359,75 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         """Return False: tensors need no special memory."""
         return False
 
+    # -- other members (from torch 2.14 on) ------------------------------------------------------------
+
+    def getRank(self) -> int:
+        """Return this rank's number in the group; -1 before the first `reconfigure`."""
+        return -1 if (group := self._found_group()) is None else group.rank
+
+    def getSize(self) -> int:
+        """Return the number of members; -1 before the first `reconfigure`."""
+        return -1 if (group := self._found_group()) is None else group.size
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether this torch has `reconfigure`, and the default group is one of this backend."""
+        return compat.HAS_RECONFIGURE and are_handles_known()
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what names this process in `reconfigure`; the same as long as it lives."""
+        if not are_handles_known():
+            raise UnsupportedOp(
+                "get_reconfigure_handle: needs a default group of 'mpisgd', and a job that mpisgd.elastic "
+                "has not begun anew"
+            )
+        return handle_of_process()
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Give the group the members that `opts.handles` names. Collective over these alone.
+
+        If a rank of the job was lost, all ranks that are left must call it, and it also begins the job anew
+        with them; other groups can be reconfigured afterwards. Members are ranks of the job.
+
+        Args:
+            opts: torch's ReconfigureOptions. `uuid`, the same on all members and new to this group.
+                `handles`, a list in the order of the ranks, or a set, which are ranked as in the job.
+                `timeout` of the reconfiguration. `hints` are not used.
+
+        Returns:
+            A finished `Work`. Where this raises, the group stays as it was.
+
+        Raises:
+            InvalidArgument: a uuid that was used, no timeout that is positive, or handles of which one is
+                unknown, named twice or this rank's missing; before anything is sent.
+            CollectiveMismatch: members gave another uuid or another order.
+            CollectiveTimeout: a member did not come.
+            JobError: after a loss, this is the smaller part of a partitioned network.
+        """
+        before = self._found_group()
+        self.mpisgd_group = self._membership.renew(before, opts)
+        self._aborted, self._coalesced = None, None
+        if before is not None and before.job is not self.mpisgd_group.job:
+            free_old_worlds()
+        return BackendWork([], None)
+
+    # -- one-sided communication (from torch 2.14 on) --------------------------------------------------
+
+    def new_window(self, tensor: Tensor | None = None) -> BackendWindow:
+        """Return a window of the group, with `tensor` registered if it is given. Collective then."""
+        window = BackendWindow(self.mpisgd_group)
+        if tensor is not None:
+            window.tensor_register(tensor)
+        return window
+
     # -- its limits and its end ------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations wait this long for other ranks from now on."""
-        self.mpisgd_group.queue.consistency.timeout_s = timeout.total_seconds()
-        self.mpisgd_group.point_to_point.timeout_s = timeout.total_seconds()
+        self._membership.timeout_s = timeout.total_seconds()
+        if (group := self._found_group()) is not None and group.is_usable:
+            group.queue.consistency.timeout_s = timeout.total_seconds()
+            group.point_to_point.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -350,8 +437,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         After a failed operation this rank does not wait; the others are told that it has left the group.
         """
         # Where mpisgd.shutdown() was quicker there is nothing to give back.
-        if self.mpisgd_group in self.mpisgd_group.job.groups:
-            close_group(self.mpisgd_group)
+        if (group := self._found_group()) is not None and group in group.job.groups:
+            close_group(group)
 
     def abort(self) -> None:
         """End this rank's waits in the group with an error; every later operation raises.
@@ -359,20 +446,30 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         May be called from any thread. This rank has left the group then: others that destroy the group or end
         the program do not wait for it; their operations with it raise at the group's timeout.
         """
+        if (group := self._found_group()) is None or not group.is_usable:
+            return  # nothing waits
         error = NotInitialized(f"{self!r} was aborted")
         self._aborted = self._aborted or error
-        if self.mpisgd_group.device is not None:  # first: what waits for the GPU is not woken otherwise
-            self.mpisgd_group.device.abandon(error)
-        self.mpisgd_group.point_to_point.abandon_devices(error)
-        if self.mpisgd_group.queue.abort(error):
-            leave_group(self.mpisgd_group)
+        if group.device is not None:  # first: what waits for the GPU is not woken otherwise
+            group.device.abandon(error)
+        group.point_to_point.abandon_devices(error)
+        if group.queue.abort(error):
+            leave_group(group)
         else:
             warnings.warn(
                 f"abort: {self!r} is in a call of MPI, which cannot be interrupted; the operation goes on",
                 RuntimeWarning,
                 2,
             )
-        self.mpisgd_group.point_to_point.abandon(error)
+        group.point_to_point.abandon(error)
+
+    def get_error(self) -> Any:
+        """Return torch's ErrorType: SUCCESS as long as no operation has failed on this rank."""
+        group = self._found_group()
+        broken = None if group is None else group.broken
+        if broken is None and self._aborted is None:
+            return compat.error_type("SUCCESS")
+        return compat.error_type("TIMEOUT" if isinstance(broken, CollectiveTimeout) else "COMM_ERROR")
 
 
 def _listed(tensors: Any) -> list[Tensor]:

@@ -27,7 +27,7 @@ from fuzzing.schedule import DISK_KINDS, Schedule, draw
 from fuzzing.schedule_disk import Disk
 from fuzzing.schedule_rank import DONE, ENDS, run_schedule
 from fuzzing.schedule_shrink import python_text, shrink
-from mpisgd.elastic.recovery import has_quorum
+from mpisgd.job.recovery import has_quorum
 from mpisgd.job.threads_as_ranks import LOST, RankFailed, run_ranks
 from mpisgd.threads import wait_registry
 from mpisgd.threads.fault_points import ALLOCATE

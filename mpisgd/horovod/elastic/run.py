@@ -2,7 +2,7 @@
 
 What has failed on all ranks leaves them together, so they end the engine together and start another. A lost
 rank leaves the others anywhere: each ends its own engine by itself, and mpisgd's recovery finds them together
-again, in a world of those that are left (see `mpisgd.elastic.recovery`).
+again, in a world of those that are left (see `mpisgd.job.recovery`).
 """
 
 import functools
@@ -10,18 +10,12 @@ from typing import Any
 
 from mpisgd.elastic.decorator import Frontend, Function, elastic_function
 from mpisgd.elastic.joining import ElasticOptions, join
-from mpisgd.elastic.recovery import (
-    agree_on_end,
-    free_old_worlds,
-    outlives_losses,
-    recover,
-    report,
-    wait_for_notice,
-)
+from mpisgd.elastic.recovery import recover, report
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.horovod import basics, state
 from mpisgd.horovod.elastic.common import State, run_fn
 from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.job.recovery import agree_on_end, free_old_worlds, outlives_losses, wait_for_notice
 from mpisgd.threads import waiting
 
 __all__ = ["run"]

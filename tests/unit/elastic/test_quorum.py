@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.elastic.recovery import has_quorum, silent_hosts
+from mpisgd.job.recovery import has_quorum, silent_hosts
 
 hosts_strategy = st.lists(st.integers(1, 3), min_size=1, max_size=5)
 

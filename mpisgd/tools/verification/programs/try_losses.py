@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpisgd.elastic.buddy_replicas import buddy_of
-from mpisgd.elastic.recovery import has_quorum
+from mpisgd.job.recovery import has_quorum
 from mpisgd.job.threads_as_ranks import LOST
 from mpisgd.tools.verification.programs.compare import Verdict, judge, observe
 from mpisgd.tools.verification.programs.contract import may_be_refused
