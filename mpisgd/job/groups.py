@@ -94,6 +94,7 @@ def open_group(
     timeout_s: float | None = None,
     runs_inline: bool = False,
     pg_options: Any = None,
+    attempt: str = "",
 ) -> Group:
     """Make a group of some ranks of a job, this one among them. Collective over these ranks alone.
 
@@ -105,6 +106,7 @@ def open_group(
         runs_inline: where all members share a host, asynchronous operations run in the caller's thread when
             the members come to them at about the same time; see `OperationQueue.runs_inline`.
         pg_options: of NCCL, see `mpisgd.init`; default: the job's.
+        attempt: the same on all members. Messages of an attempt that has failed are no part of another one.
 
     Raises:
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
@@ -112,7 +114,7 @@ def open_group(
         CollectiveMismatch: the members asked for different groups; on all of them.
     """
     members = _check_members(ranks, job.world.size)
-    _wait_for_members(job.world.queue.communicator, members, name, timeout_s or job.timeout_s)
+    _wait_for_members(job.world.queue.communicator, members, name, timeout_s or job.timeout_s, attempt)
     tag = _checksum(members) % 2**15  # differs between overlapping groups, as a rule; every MPI takes it
     with waiting_for(WaitReason(f"the making of group '{name}'", members=tuple(members))):
         communicator = job.world.queue.communicator.create_group(members, tag)
@@ -156,16 +158,18 @@ def open_leader_group(group: Group) -> Group | None:
 
 
 def _wait_for_members(
-    communicator: GroupCommunicator, members: Sequence[int], name: str, timeout_s: float
+    communicator: GroupCommunicator, members: Sequence[int], name: str, timeout_s: float, attempt: str
 ) -> None:
     """Return when all members are about to make the group: a wait for them inside MPI has no timeout."""
     ordered = sorted(members)
     room = (communicator.tag_limit - FIRST_TAG) // MAX_ROUNDS
-    rendezvous = Dissemination(communicator, ordered, tag=FIRST_TAG + _checksum(ordered) % room * MAX_ROUNDS)
+    place = _checksum([*ordered, attempt] if attempt else ordered) % room
+    rendezvous = Dissemination(communicator, ordered, tag=FIRST_TAG + place * MAX_ROUNDS)
     order = _checksum(members)
     rendezvous.start(order, order)
-    text = f"new_group(ranks={list(members)}), group '{name}'"
-    reason = WaitReason(f"new_group of {ordered}", members=tuple(ordered))
+    called = f"{attempt}, ranks={list(members)}" if attempt else f"new_group(ranks={list(members)})"
+    text = f"{called}, group '{name}'"
+    reason = WaitReason(f"{attempt or 'new_group'} of {ordered}", members=tuple(ordered))
     try:
         if not Backoff(timeout_s).wait_for(rendezvous.advance, about=lambda: reason):
             missing = rendezvous.missing()
@@ -178,7 +182,7 @@ def _wait_for_members(
         raise CollectiveMismatch(f"{text}: other members named the ranks in another order")
 
 
-def _checksum(members: Sequence[int]) -> int:
+def _checksum(members: Sequence[object]) -> int:
     return zlib.crc32(f"{members}".encode())
 
 

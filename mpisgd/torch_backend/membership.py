@@ -114,6 +114,7 @@ class Membership:
             timeout_s=own_s if opts.timeout is None else opts.timeout.total_seconds(),
             runs_inline=True,
             pg_options=self.pg_options,
+            attempt=f"reconfigure(uuid={opts.uuid})",
         )
         mine = self._shared_name(old)
         told: list[Any] = []

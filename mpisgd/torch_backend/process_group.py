@@ -400,8 +400,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         Raises:
             InvalidArgument: a uuid that was used, no timeout that is positive, or handles of which one is
                 unknown, named twice or this rank's missing; before anything is sent.
-            CollectiveMismatch: members gave another uuid or another order.
-            CollectiveTimeout: a member did not come.
+            CollectiveMismatch: members gave another order.
+            CollectiveTimeout: a member did not come, or gave another uuid or other handles.
             JobError: after a loss, this is the smaller part of a partitioned network.
         """
         before = self._found_group()

@@ -65,7 +65,9 @@ def test_reconfigure_identity(pg):
     handles = handles_of_all(pg)
     known = len(current_job().groups)
     for _ in range(3):
+        before = pg.mpisgd_group
         reconfigure(pg, next(uuids), handles)
+        everyone(not before.is_usable, "it was left, with its memory, and not closed")
         everyone(pg.rank() == dist.get_rank(), f"{pg.rank()}")
         check_sum(pg, dist.get_world_size())
     everyone(len(current_job().groups) == known, f"{current_job().groups}")
@@ -181,10 +183,10 @@ def test_reconfigure_after_timeout(pg):
             dist.all_reduce(torch.ones(4), group=pg)
         said = "" if pg.get_error() == ErrorType.TIMEOUT else f"{pg.get_error()}: {caught.value}"
     everyone(said == "", said)
-    pg.set_timeout(LIMIT)
+    pg.set_timeout(timedelta(seconds=25))
     reconfigure(pg, next(uuids), handles_of_all(pg))
     check_sum(pg, dist.get_world_size())
-    everyone(pg.mpisgd_group.queue.consistency.timeout_s == LIMIT.total_seconds())
+    everyone(pg.mpisgd_group.queue.consistency.timeout_s == 25)
 
 
 def test_reconfigure_rejects_reused_uuid(pg):
@@ -235,11 +237,24 @@ def test_a_member_that_does_not_come_is_named_and_the_group_stays(pg):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_members_with_different_uuids_all_raise_and_the_group_stays(pg):
+def test_members_with_different_uuids_do_not_meet_and_the_group_stays(pg):
     handles, uuid = handles_of_all(pg), 10_000_000 + 10 * next(uuids)
+    with raises_everywhere(CollectiveTimeout) as caught:
+        reconfigure(pg, uuid + dist.get_rank(), handles, timedelta(seconds=0.3))
+    everyone(f"uuid={uuid + dist.get_rank()}" in caught.text, caught.text)
+    check_sum(pg, len(handles))
+    reconfigure(pg, uuid + 9, handles)
+    check_sum(pg, len(handles))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_members_with_another_order_all_raise_and_the_group_stays(pg):
+    handles = handles_of_all(pg)
     with raises_everywhere(CollectiveMismatch) as caught:
-        reconfigure(pg, uuid + dist.get_rank(), handles)
-    everyone("uuid" in caught.text, caught.text)
+        reconfigure(pg, next(uuids), handles if dist.get_rank() else handles[::-1])
+    everyone("another order" in caught.text, caught.text)
+    check_sum(pg, len(handles))
+    reconfigure(pg, next(uuids), handles)
     check_sum(pg, len(handles))
 
 
