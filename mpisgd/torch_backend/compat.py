@@ -118,7 +118,7 @@ def window_attr(*, unified: bool) -> Any:
 
 def has_views(tensor: Tensor) -> bool:
     """Return whether other tensors use the memory of this one."""
-    uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+    uses: Callable[[int], int] = torch._C._storage_Use_Count
     alone = torch.empty(1)
     return uses(tensor.untyped_storage()._cdata) > uses(alone.untyped_storage()._cdata)
 

@@ -18,10 +18,10 @@ from mpisgd.arguments import shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError, UnsupportedOp
-from mpisgd.interfaces.job import Job
 from mpisgd.job.groups import close_group, leave_group, open_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.job.recovery import is_loss, outlives_losses, recover, wait_for_notice
+from mpisgd.job.world import Job
 from mpisgd.threads import waiting
 
 __all__ = ["Membership", "are_handles_known", "handle_of_process", "keep_handles"]

@@ -306,7 +306,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
             raise self._aborted
 
     def _job_rank(self, group_rank: int) -> int:
-        return self.mpisgd_group.ranks[group_rank]
+        rank: int = self.mpisgd_group.ranks[group_rank]
+        return rank
 
     # -- what it is ------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class BackendWindow:
         self._signals = Window(torch.zeros(self._group.size, dtype=torch.int64), self._group)
         self._taken = [0] * self._group.size
         with torch.no_grad():
-            tensor.set_(memory.tensor)
+            tensor.set_(memory.tensor)  # type: ignore[call-overload]  # torch's stubs lack this form
         self._memory = memory
         self._tensor = tensor if owning else None
 

@@ -17,12 +17,14 @@ FACES = {
     "job/groups.py",  # new_group
     "job/lifecycle.py",
     "job/rank_info.py",  # mpisgd.rank()
+    "job/recovery.py",  # elastic.run and torch's reconfigure, after which there is another job
     "job/threads_as_ranks.py",  # lose_ranks
     "layouts/layout.py",
     "metrics/session.py",  # metrics.start
     "rpc/lifecycle.py",  # init_rpc
     "timeline/session.py",  # start_timeline
     "torch_backend/creation.py",
+    "torch_backend/membership.py",  # reconfigure
 }
 TOOLS = "tools/"  # programs that run as a user's do
 
