@@ -25,6 +25,7 @@ __all__ = [
     "COMMANDS",
     "ENGINE",
     "IN_PROCESS",
+    "REFUSED",
     "ROOMS",
     "Item",
     "items_in_process",
@@ -43,6 +44,7 @@ CHECKS = {
     "arithmetic": (("fuzz", "matrix", "cells"), ("unit",)),
     "engine": (("unit", "schedules", "mpi"), ("fuzz", "matrix", "cells")),
 }
+REFUSED = "refused"
 FUZZ_PROGRAMS, SCHEDULES, SEED = 200, 150, 1
 
 
@@ -99,7 +101,11 @@ def items_in_process() -> Iterator[Item]:
 
 
 def runner() -> Callable[[Item], str]:
-    """Return what runs an item in this process; it returns what is wrong, "" if nothing is."""
+    """Return what runs an item in this process.
+
+    It returns what is wrong, "" if nothing is, REFUSED if the program is refused: that is a fault where it was
+    not before.
+    """
     from fuzzing.schedules import check, draw
 
     from mpisgd.tools.verification.programs.program import parse
@@ -112,6 +118,8 @@ def runner() -> Callable[[Item], str]:
             with contextlib.redirect_stderr(io.StringIO()):
                 return check(draw(int(item.text), writes=False))
         verdict = backend.run(parse(item.text))
+        if verdict.kind == "refused":
+            return REFUSED
         return f"{verdict.kind}: {verdict.text}" if verdict.is_fault else ""
 
     return run

@@ -20,6 +20,7 @@ class Trace:
 
     Attributes:
         failed: tests that are red.
+        refused: names of the programs that mpisgd refuses.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Trace:
         assert found is not None
         assert found.origin is not None
         self._package = Path(found.origin).parent
-        self.failed = set[str]()
+        self.failed, self.refused = set[str](), set[str]()
         self._took_s: dict[str, float] = {}
         self._traced = coverage.Coverage(data_file=None, source=[str(self._package)], config_file=False)
         self._traced.start()
@@ -52,7 +53,8 @@ class Trace:
                 for line, names in data.contexts_by_lineno(file).items()
             }
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
-            json.dump({"took_s": self._took_s, "lines": lines, "failed": sorted(self.failed)}, file)
+            told = {"failed": sorted(self.failed), "refused": sorted(self.refused)}
+            json.dump({"took_s": self._took_s, "lines": lines, **told}, file)
 
 
 class Lines:
@@ -64,16 +66,18 @@ class Lines:
     Attributes:
         took_s: seconds of each item, traced.
         failed: tests that were red.
+        refused: programs that mpisgd refuses.
     """
 
     def __init__(self, folder: Path) -> None:
         self.took_s: dict[Item, float] = {}
-        self.failed = set[str]()
+        self.failed, self.refused = set[str](), set[Item]()
         self._executing: dict[tuple[str, int], int] = {}  # by bits: the items, by their places in `took_s`
         places: dict[str, int] = {}
         for path in sorted(folder.glob("*/*.json")):
             found = json.loads(path.read_text())
             self.failed.update(found["failed"])
+            self.refused.update(map(Item.named, found["refused"]))
             for name, seconds in found["took_s"].items():
                 item = Item.named(name)
                 places.setdefault(name, len(places))

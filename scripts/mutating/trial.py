@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mutating.items import ARITHMETIC, CHECKS, COMMANDS, IN_PROCESS, Item, items_in_process, runner
+from mutating.items import ARITHMETIC, CHECKS, COMMANDS, IN_PROCESS, REFUSED, Item, items_in_process, runner
 from mutating.lines import Lines, Trace
 from mutating.operators import Mutant
 
@@ -114,7 +114,7 @@ class Trials:
         """Return the first item of a check that is red, "" if none is."""
         limit_s = LONGEST * sum(map(self._seconds, items)) + PAUSE_S
         if check in IN_PROCESS:
-            return _in_fork(items, copy, limit_s)
+            return _in_fork(items, self._lines.refused, copy, limit_s)
         texts = [item.text for item in items]
         left_out = [f"--deselect={name}" for name in sorted(self._lines.failed)]
         code = _run(_command(check, texts, ["-x", *left_out]), copy, limit_s)
@@ -209,8 +209,11 @@ def _run(command: list[str], copy: Path, limit_s: float, traced: tuple[str, Path
             return -signal.SIGKILL
 
 
-def _in_fork(items: Sequence[Item], copy: Path, limit_s: float) -> str:
-    """Run items in a process of their own; return the first that is red, and what it says, "" if none is."""
+def _in_fork(items: Sequence[Item], refused: Collection[Item], copy: Path, limit_s: float) -> str:
+    """Run items in a process of their own; return the first that is red, and what it says, "" if none is.
+
+    Those of `refused` may be refused.
+    """
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         os.setsid()
@@ -219,7 +222,7 @@ def _in_fork(items: Sequence[Item], copy: Path, limit_s: float) -> str:
             _enter(copy)
             run = runner()
             for item in items:
-                if said := run(item):
+                if (said := run(item)) and not (said == REFUSED and item in refused):
                     os.write(writing, f"{item.text[:80]}: {said[:200]}".encode())
                     os._exit(1)
             os._exit(0)
@@ -261,7 +264,9 @@ def _trace_here(copy: Path, folder: Path) -> int:
                 began_s = time.monotonic()
                 said = run(item)
                 trace.took(item.name, time.monotonic() - began_s)
-                if said:
+                if said == REFUSED:
+                    trace.refused.add(item.name)
+                elif said:
                     print(f"{item}: {said}", flush=True)
                     os._exit(1)
             trace.save(str(folder))
