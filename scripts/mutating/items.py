@@ -103,8 +103,8 @@ def items_in_process() -> Iterator[Item]:
 def runner() -> Callable[[Item], str]:
     """Return what runs an item in this process.
 
-    It returns what is wrong, "" if nothing is, REFUSED if the program is refused: that is a fault where it was
-    not before.
+    It returns what is wrong, "" if nothing is, REFUSED if the program is refused: that is a fault where it
+    was not before.
     """
     from fuzzing.schedules import check, draw
 

@@ -52,9 +52,9 @@ class Trace:
                 line: [numbers[name] for name in names if name in numbers]
                 for line, names in data.contexts_by_lineno(file).items()
             }
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as out:
             told = {"failed": sorted(self.failed), "refused": sorted(self.refused)}
-            json.dump({"took_s": self._took_s, "lines": lines, **told}, file)
+            json.dump({"took_s": self._took_s, "lines": lines, **told}, out)
 
 
 class Lines:
