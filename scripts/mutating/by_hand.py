@@ -74,8 +74,8 @@ EDITS = (
     _Edit(
         "a residual is dropped",
         "compress/residual.py",
-        "return self.residual.add_(bucket)",
-        "return self.residual.copy_(bucket)",
+        "return kept.add_(bucket)",
+        "return kept.copy_(bucket)",
     ),
     _Edit(
         "the factor of a low-rank product stays the first one",

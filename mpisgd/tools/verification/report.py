@@ -1,6 +1,7 @@
 """The matrix as a table for a terminal, and as a picture."""
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,16 @@ def _what(cell: Cell) -> str:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Save a picture of the matrix: how far each cell is from its tolerance."""
-    rows = list(dict.fromkeys(cell.mode for cell in cells))
+    """Save a picture of the matrix: how far each cell is from its tolerance.
+
+    Pairs of a strategy and a compressor have a row for each kind of strategy, with the farthest of them.
+    """
+    rows = list(dict.fromkeys(_row(cell) for cell in cells))
     columns = list(dict.fromkeys(map(_column, cells)))
     values = [[math.nan] * len(columns) for _ in rows]
     for cell in cells:
-        values[rows.index(cell.mode)][columns.index(_column(cell))] = _closeness(cell)
+        row, column = values[rows.index(_row(cell))], columns.index(_column(cell))
+        row[column] = max([_closeness(cell), row[column]], key=lambda value: (not math.isnan(value), value))
     draw_decades(values, rows, [column.replace("\n", ", ") for column in columns], _title(cells), path)
 
 
@@ -135,23 +140,30 @@ def draw_decades(
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(
-        figsize=(4 + 0.24 * len(columns), 2.2 + 0.2 * len(rows)), layout="constrained"
+        figsize=(4.5 + 0.28 * len(columns), 2.6 + 0.2 * len(rows)), layout="constrained"
     )
     image = axes.imshow(values, aspect="auto", cmap="RdYlGn_r", vmin=-3, vmax=3)
     axes.set_xticks(range(len(columns)), columns, fontsize=9, rotation=90)
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
-    axes.set_title(title, fontsize=11, loc="left")
+    figure.suptitle(title, fontsize=11)
     bar: Any = figure.colorbar(image, ticks=[-3, 0, 3], location="bottom", shrink=0.6, aspect=40)
     bar.ax.set_xticklabels(["a thousandth", "the tolerance", "a thousandfold"], fontsize=9)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
+def _row(cell: Cell) -> str:
+    pair = re.fullmatch(r"(\w+)\(.*\), (compress|Compression)\..*", cell.mode)
+    return cell.mode if pair is None else f"{pair[1]}, by itself and with each compressor"
+
+
 def _closeness(cell: Cell) -> float:
     """Return the decades between difference and tolerance, within three."""
     if not cell.counts:
         return math.nan
-    if math.isinf(cell.difference) or not cell.tolerance:
+    if math.isinf(cell.difference):
         return -math.log10(LEAST)
+    if not cell.tolerance:  # bit for bit
+        return math.log10(LEAST) if not cell.difference else -math.log10(LEAST)
     ratio = max(LEAST, min(1 / LEAST, cell.difference / cell.tolerance))
     return math.log10(ratio)

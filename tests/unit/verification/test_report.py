@@ -136,3 +136,26 @@ def test_modes_can_be_chosen():
     assert {mode.name for mode in Selection(only="QSGD(bits=4, segment").modes()} == {
         "QSGD(bits=4, segment=10)"
     }
+
+
+def test_a_picture_has_the_farthest_of_each_pair_and_what_is_equal_to_the_last_bit_as_near(
+    monkeypatch, tmp_path
+):
+    drawn = []
+    monkeypatch.setattr(
+        "mpisgd.tools.verification.report.draw_decades", lambda values, rows, *_: drawn.append((values, rows))
+    )
+    cells = [
+        EQUAL._replace(mode=mode, difference=difference, tolerance=tolerance)
+        for mode, difference, tolerance in (
+            ("bfloat16", 0.0, 0.0),
+            ("bfloat16, wrong", 1e-9, 0.0),
+            ("LocalSGD(sync_every=2), Compression.none", 0.0, 1e-14),
+            ("LocalSGD(sync_every=2), compress.TopK(ratio=0.3)", 1e-13, 1e-14),
+            ("LocalSGD(sync_every=2), compress.OneBit()", 1e-15, 1e-14),
+        )
+    ]
+    draw(cells, tmp_path / "verify.png")
+    ((values, rows),) = drawn
+    assert rows == ["bfloat16", "bfloat16, wrong", "LocalSGD, by itself and with each compressor"]
+    assert [round(row[0], 6) for row in values] == [-3, 3, 1]
