@@ -40,12 +40,28 @@ class _Gradient(NamedTuple):
     Attributes:
         is_dense: it follows.
         stays: as it is: each rank has its own pieces.
-        other: a sparse one, or None.
+        sparse: the parts of a sparse one. torch keeps sparse tensors that were pickled until its next
+            `torch.load`, which warns of them then (from torch 2.14 on).
     """
 
     is_dense: bool = False
     stays: bool = False
-    other: Tensor | None = None
+    sparse: "_SparseParts | None" = None
+
+
+class _SparseParts(NamedTuple):
+    """What makes a sparse tensor."""
+
+    indices: Tensor
+    values: Tensor
+    size: tuple[int, ...]
+    is_coalesced: bool
+
+    def tensor(self) -> Tensor:
+        """Return it again."""
+        return torch.sparse_coo_tensor(
+            self.indices, self.values, self.size, is_coalesced=self.is_coalesced, check_invariants=False
+        )
 
 
 class Participant:
@@ -259,7 +275,8 @@ class Participant:
         arrived = iter(room)
         for param, form in zip(params, told, strict=True) if takes else ():
             if not form.stays:
-                param.grad = next(arrived) if form.is_dense else form.other
+                sparse = None if form.sparse is None else form.sparse.tensor()
+                param.grad = next(arrived) if form.is_dense else sparse
 
     def take_gradients(self, begins: bool, place: int, *, takes: bool) -> None:
         """Go on from the gradients of a rank that has trained longest, after the block. Collective.
@@ -337,7 +354,10 @@ def _grad_of(param: Tensor) -> Tensor:
 def _form(grad: Tensor | None) -> _Gradient:
     if isinstance(grad, ShardedGradient):
         return _Gradient(stays=True)
-    return _Gradient(other=grad) if grad is None or grad.is_sparse else _Gradient(is_dense=True)
+    if grad is None or not grad.is_sparse:
+        return _Gradient(is_dense=grad is not None)
+    parts = _SparseParts(grad._indices(), grad._values(), tuple(grad.shape), grad.is_coalesced())
+    return _Gradient(sparse=parts)
 
 
 def _scaler_around() -> Any:
