@@ -146,7 +146,7 @@ def recover(
                     old.asked_for_end = True
                 left_communicator = old_communicator.shrink()
             old_communicator.acknowledge()
-            outcome = _try_to_begin(old, left_communicator, before, min_ranks, grow)
+            outcome = _try_to_begin(old, left_communicator, before, min_ranks, grow, caller)
             if old_communicator.agree(outcome is not None):
                 break
             if outcome is not None:
@@ -162,7 +162,12 @@ def recover(
 
 
 def _try_to_begin(
-    old: Job, left_communicator: "Communicator", before: "Topology", min_ranks: int, grow: Grow | None
+    old: Job,
+    left_communicator: "Communicator",
+    before: "Topology",
+    min_ranks: int,
+    grow: Grow | None,
+    caller: str,
 ) -> tuple[list[int], int] | None:
     """Make the new world; return None if another rank was lost meanwhile.
 
@@ -175,7 +180,7 @@ def _try_to_begin(
         communicator, num_joiners = grow(left_communicator) if fit and grow else (left_communicator, 0)
         new = jobs.begin_next(old, communicator)
     except MpisgdError as exc:
-        print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
+        print(f"mpisgd: {caller}: {exc}; once more", file=sys.stderr, flush=True)
         assert old.fault_tolerance is not None
         old.fault_tolerance.revoke_all()
         return None

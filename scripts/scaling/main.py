@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -16,16 +17,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
+from growth.runs import Shape
 from rich.console import Console
 from rich.table import Table
 
 from mpisgd.errors import JobError
-from mpisgd.tools.bench.report.plots import need_matplotlib
 from mpisgd.tools.cli.program import run_program
 from mpisgd.tools.cli.provenance import provenance
+from mpisgd.tools.cli.record import Output
 from scaling.program import IS_LATE, REPORT, STALL_WARNING_S
 
 app = typer.Typer(add_completion=False)
@@ -50,21 +52,6 @@ QUANTITIES = {
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 
-class Shape(NamedTuple):
-    """How many hosts there are, and ranks on each."""
-
-    hosts: int
-    ranks: int
-
-    @property
-    def size(self) -> int:
-        """All ranks."""
-        return self.hosts * self.ranks
-
-    def __str__(self) -> str:
-        return f"{self.hosts} x {self.ranks}"
-
-
 SHORT = (Shape(4, 4),)
 FULL = tuple(
     Shape(hosts, size // hosts)
@@ -86,7 +73,7 @@ class Job:
     def __init__(self, shape: Shape, name: str, folder: Path, mpirun: str = "") -> None:
         self._shape, self._name = shape, name
         settings = f"{mpirun} -x MPISGD_STALL_WARNING_S={STALL_WARNING_S}".strip()
-        hosts = ",".join([str(shape.ranks)] * shape.hosts)
+        hosts = ",".join([str(shape.ranks_per_host)] * shape.hosts)
         command = [sys.executable, str(CLUSTER), "--hosts", hosts, "--time-limit", str(LIMIT_S)]
         command += ["--mpirun", settings, "--", sys.executable, str(PROGRAM), name, repr(time.time())]
         self._process = subprocess.Popen(
@@ -226,8 +213,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="a file for the picture")] = None,
 ) -> None:
     """Measure each shape, and print a table."""
-    if plot is not None:
-        need_matplotlib()
+    Output(to, plot)  # raises now rather than after minutes
     results: dict[Shape, dict[str, float]] = {}
     for shape in SHORT if short else FULL:
         began = time.monotonic()
@@ -246,6 +232,7 @@ def main(
             f"a stall report: how long after the {STALL_WARNING_S:g} s of waiting after which it is due",
         ]
         record: dict[str, Any] = {"kind": "growth", **provenance(), "notes": notes}
+        record["command"] = f"./scripts/scale {shlex.join(sys.argv[1:])}"
         to.write_text(json.dumps({**record, "columns": columns, "cells": rows}, indent=1) + "\n")
 
 
