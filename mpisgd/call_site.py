@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType
 
-__all__ = ["LIBRARIES", "call_site", "warn_at_call_site"]
+__all__ = ["LIBRARIES", "call_site", "site_of", "warn_at_call_site"]
 
+UNKNOWN = "unknown place"
 # A call site is a line of the program: not ours, and not torch's, which calls us at the end of backward.
 LIBRARIES = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
@@ -23,22 +25,32 @@ LIBRARIES = (
 
 def call_site() -> Callable[[], str]:
     """Return a function that formats the line of the program that called into mpisgd."""
-    frame = _frame_of_program()
+    frame = _frame_of_program(sys._getframe(1))
     if frame is None:
-        return lambda: "unknown place"
-    code, line = frame.f_code, frame.f_lineno
-    return lambda: f"{code.co_filename}:{line} in {code.co_name}"
+        return lambda: UNKNOWN
+    code, line = frame.f_code, frame.f_lineno  # the frame itself goes on, and would keep its variables
+    return lambda: _text_of(code, line)
+
+
+def site_of(thread: int) -> str:
+    """Return the line of the program at which a thread is in a call of mpisgd now."""
+    of_thread = sys._getframe(1) if thread == threading.get_ident() else sys._current_frames().get(thread)
+    frame = _frame_of_program(of_thread)
+    return UNKNOWN if frame is None else _text_of(frame.f_code, frame.f_lineno)
+
+
+def _text_of(code: "CodeType", line: int) -> str:
+    return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def warn_at_call_site(text: str) -> None:
     """Warn at the line of the program that called into mpisgd, through however many frames."""
-    frame = _frame_of_program()
+    frame = _frame_of_program(sys._getframe(1))
     where = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("mpisgd", 0)
     warnings.warn_explicit(text, RuntimeWarning, *where)
 
 
-def _frame_of_program() -> "FrameType | None":
-    frame: FrameType | None = sys._getframe(1)
+def _frame_of_program(frame: "FrameType | None") -> "FrameType | None":
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from mpisgd.accelerator.buffers import StagedOutput
+from mpisgd.accelerator.buffers import StagedOutput, is_plain
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.algorithms import ALGORITHMS
@@ -21,6 +23,7 @@ from mpisgd.collectives.dispatch import (
     transport_for,
 )
 from mpisgd.collectives.packing import messages_of, put
+from mpisgd.collectives.staging_check import run_first_part
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.collectives.uneven import beside_ranks_without_data, neutral
 from mpisgd.core.consistency import Operation
@@ -29,7 +32,7 @@ from mpisgd.core.uneven_data import UnevenData, performs
 from mpisgd.core.work import Work
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op, dtype_name
 from mpisgd.errors import InvalidArgument
-from mpisgd.interfaces.host_transport import HostTransport, Steps
+from mpisgd.interfaces.host_transport import HostTransport, ReductionAtOnce, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.chunked_pipeline import goes_in_chunks, reduce_in_chunks
@@ -104,6 +107,7 @@ class _KnownCall(NamedTuple):
     op: ReduceOp
     row: Collective
     transport: HostTransport | None
+    at_once: ReductionAtOnce | None
 
 
 @performs("all_reduce")
@@ -121,7 +125,41 @@ def _beside_others(
     all_reduce(tensor, ReduceOp[op], data.group_like(ranks, ordinal), algorithm=algorithm)
 
 
+class _CallAtOnce:
+    """A call on a small tensor, whose elements lie in order, between ranks that see the same memory."""
+
+    __slots__ = ("_known", "_tensor")
+
+    def __init__(self, known: _KnownCall, tensor: Tensor) -> None:
+        self._known = known
+        self._tensor = tensor
+
+    def begin(self) -> None:
+        """Do the first part."""
+        self._known.at_once.begin(self._tensor)  # type: ignore[union-attr]
+
+    def run(self) -> None:
+        """Do the rest."""
+        self._known.at_once.finish(self._tensor)  # type: ignore[union-attr]
+        increment_version(self._tensor)
+
+
 def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool) -> Work | None:
+    if known.at_once is not None and is_plain(tensor):  # small messages feel every call
+        assert known.transport is not None
+        at_once = _CallAtOnce(known, tensor)
+        begin = at_once.begin
+        if group.checks_staging:
+            begin = partial(run_first_part, begin, known.transport, [tensor])
+        return group.queue.run(
+            known.operation,
+            at_once.run,
+            tensors=[tensor],
+            async_op=async_op,
+            before=begin,
+            transport=known.transport.name,
+            like=tensor,
+        )
     call = Call(group, known.operation, [tensor], op=known.op)
     if known.operation.device and goes_in_chunks(tensor):
         return run(known.row._replace(steps=None), call, async_op)
@@ -139,7 +177,10 @@ def _known_call(group: Group, tensor: Tensor, op: ReduceOp | str, algorithm: str
     chosen = choose_algorithm(group, algorithm, tensor)
     operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[chosen])
     row = ROWS[chosen] if algorithm == "auto" else ROWS[chosen]._replace(device=None)
-    call = _KnownCall(operation, op, row, transport_named(group, chosen))
+    transport, at_once = transport_named(group, chosen), None
+    if transport is not None and not operation.device:
+        at_once = transport.all_reduce_at_once(tensor.numel(), tensor.dtype, op)
+    call = _KnownCall(operation, op, row, transport, at_once)
     if key is not None:
         if len(group.known_calls) >= MAX_KNOWN_CALLS:
             group.known_calls.clear()

@@ -11,6 +11,7 @@ from mpisgd.job.lifecycle import group_or_world
 __all__ = ["barrier"]
 
 NAME = "barrier"
+OPERATION = Operation(NAME)
 
 
 def barrier(
@@ -32,7 +33,7 @@ def barrier(
     if timeout_s is not None:
         check_timeout(NAME, "timeout_s", timeout_s)
     with beside_ranks_without_data(group, NAME):
-        return queue.run(Operation(NAME), lambda: None, async_op=async_op, timeout_s=timeout_s)
+        return queue.run(OPERATION, lambda: None, async_op=async_op, timeout_s=timeout_s)
 
 
 @performs(NAME)

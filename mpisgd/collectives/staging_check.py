@@ -7,24 +7,26 @@ one's coming buffer is found where the ranks are threads of which one runs at a 
 (`mpisgd.job.threads_as_ranks`); elsewhere its owner writes there at the same time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.interfaces.host_transport import HostTransport, Steps
+from mpisgd.interfaces.host_transport import HostTransport
 from mpisgd.threads.scheduling import scheduler
 
 __all__ = ["run_first_part"]
 
 
-def run_first_part(steps: Steps, transport: HostTransport, tensors: Sequence[Tensor]) -> None:
+def run_first_part(
+    first_part: Callable[[], object], transport: HostTransport, tensors: Sequence[Tensor]
+) -> None:
     """Run an operation up to the consistency check.
 
     Args:
-        steps: of the operation, not begun.
-        transport: what they go through.
+        first_part: that of the operation.
+        transport: what it goes through.
         tensors: that the operation reads and writes; those on a device are not looked at.
 
     Raises:
@@ -35,7 +37,7 @@ def run_first_part(steps: Steps, transport: HostTransport, tensors: Sequence[Ten
     of_call = [tensor.detach() for tensor in tensors if not on_device(tensor)]
     guarded = list(transport.guarded(alone=scheduler() is not None))
     before = [_bytes(tensor) for tensor in (*guarded, *of_call)]
-    next(steps, None)
+    first_part()
     for place, (tensor, then) in enumerate(zip((*guarded, *of_call), before, strict=True)):
         if not torch.equal(_bytes(tensor), then):
             what = (

@@ -8,10 +8,11 @@ same operation, with the same history. Only when they differ do descriptions and
 rank raises.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,21 @@ __all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation"]
 LEFT_TAG = 40  # of the queue's communicator, above the rounds of a dissemination and below an algorithm's
 
 
-class Operation(NamedTuple):
+class _Operation(NamedTuple):
+    """The fields of an `Operation`."""
+
+    kind: str
+    op: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    root: int = -1
+    extra: str = ""
+    device: str = ""
+    owner: Owner | None = None
+    when: str = ""
+
+
+class Operation(_Operation):
     """What all ranks of a group must agree on before they start.
 
     Attributes:
@@ -41,15 +56,19 @@ class Operation(NamedTuple):
         when: what tells this call from others of the operation, such as the step, where that must be equal.
     """
 
-    kind: str
-    op: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    root: int = -1
-    extra: str = ""
-    device: str = ""
-    owner: Owner | None = None
-    when: str = ""
+    # No `__slots__`: operations that recur are kept, and keep what was found out about them.
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """The 64-bit hash of all fields but `when`."""
+        return _digest(self[:-1])
+
+    def of(self, owner: Owner) -> "Operation":
+        """Return the same as an operation of `owner`."""
+        known: Operation | None = self.__dict__.get("_of_owner")
+        if known is None or known.owner is not owner:
+            known = self.__dict__["_of_owner"] = self._replace(owner=owner)
+        return known
 
     def __str__(self) -> str:
         parts = [f"op={self.op}"] if self.op else []
@@ -79,7 +98,7 @@ def fold(history: int, operation: Operation) -> int:
     """Return the 64-bit hash of everything up to and including `operation`."""
     if operation.when:
         history = (history * MULTIPLIER + _hash(operation.when)) & MASK
-    return (history * MULTIPLIER + _digest(operation[:-1])) & MASK
+    return (history * MULTIPLIER + operation.digest) & MASK
 
 
 # With which exit code this process leaves its program by `sys.exit`; 0 until it does.
@@ -106,19 +125,11 @@ class ConsistencyChecker:
         self.number = 0
         self.history = self.past = 0
 
-    def begin(
-        self,
-        operation: Operation,
-        site: Callable[[], str],
-        detail: Callable[[], str] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> "ConsistencyCheck":
-        """Start to compare `operation` with those of the other ranks; see `ConsistencyCheck`.
+    def begin(self, check: "ConsistencyCheck", before: Callable[[], None] | None = None) -> None:
+        """Start to compare the operation of `check` with those of the other ranks.
 
         Args:
-            operation: what this rank is about to do.
-            site: tells where the program called it; asked for only when something is wrong.
-            detail: tells more when the ranks disagree, in lines; those that differ are shown.
+            check: of what this rank is about to do; not begun yet.
             before: called before this rank tells the others anything.
 
         Cost: that of the digest exchange.
@@ -126,8 +137,9 @@ class ConsistencyChecker:
         self.number += 1
         if before is not None:
             before()
-        self.past, self.history = self.history, fold(self.history, operation)
-        return ConsistencyCheck(self, operation, site, detail, self.history)
+        check.checker = self
+        self.past, self.history = self.history, fold(self.history, check.operation)
+        self.digest_exchange.start(self.history)
 
     def note(self, operation: Operation) -> None:
         """Count an operation that is not compared; the next one that is compares it, too."""
@@ -191,22 +203,39 @@ def _in_words(value: object) -> str:
 
 
 class ConsistencyCheck:
-    """One consistency check in flight, and its result."""
+    """The consistency check of one operation, and its result. See `ConsistencyChecker.begin`.
+
+    Args:
+        operation: what this rank is about to do.
+        site: tells where the program called it; asked for only when something is wrong.
+        detail: tells more when the ranks disagree, in lines; those that differ are shown.
+
+    Attributes:
+        operation: as given.
+        checker: who has begun it; None before.
+    """
+
+    __slots__ = ("_detail", "_site", "checker", "operation")
 
     def __init__(
         self,
-        checker: ConsistencyChecker,
         operation: Operation,
-        site: Callable[[], str],
-        detail: Callable[[], str] | None,
-        digest: int,
+        site: Callable[[], str] | None = None,
+        detail: Callable[[], str] | None = None,
     ) -> None:
-        self._checker = checker
-        self._operation = operation
+        self.operation = operation
+        self.checker: Any = None
         self._site = site
         self._detail = detail
-        self.advance = checker.digest_exchange.advance
-        checker.digest_exchange.start(digest)
+
+    def site(self) -> str:
+        """Return where the program called the operation."""
+        return "unknown place" if self._site is None else self._site()
+
+    def advance(self) -> bool:
+        """Go as far as possible without waiting; return whether all ranks have come."""
+        over: bool = self.checker.digest_exchange.advance()
+        return over
 
     def wait(self, backoff: Backoff) -> None:
         """Wait until every rank has come; call it after `advance` has returned False.
@@ -214,13 +243,14 @@ class ConsistencyCheck:
         Raises:
             CollectiveTimeout: other ranks did not come; the group cannot be used again.
         """
-        if not backoff.wait_for(self.advance, self._checker.digest_exchange.sleep):
+        exchange: DigestExchange = self.checker.digest_exchange
+        if not backoff.wait_for(exchange.advance, exchange.sleep):
             raise CollectiveTimeout(self._who_is_missing(backoff))
 
     def differs(self) -> bool:
         """Return whether it is over and the ranks are not about to do the same thing."""
-        low, high = self._checker.digest_exchange.extremes() if self.advance() else (0, 0)
-        return low != high
+        low, high = self.checker.digest_exchange.extremes() if self.advance() else (0, 0)
+        return bool(low != high)
 
     def verify(self) -> None:
         """Raise unless all ranks are about to do the same thing. Call when the exchange is over.
@@ -229,17 +259,18 @@ class ConsistencyCheck:
             CollectiveMismatch: on every rank, when one of them is about to do something else. The group
                 can be used again: all ranks count the operation as done.
         """
-        low, high = self._checker.digest_exchange.extremes()
+        checker: ConsistencyChecker = self.checker
+        low, high = checker.digest_exchange.extremes()
         if low != high:
-            self._checker.history = (low * MULTIPLIER + high) & MASK  # the same on all ranks again
+            checker.history = (low * MULTIPLIER + high) & MASK  # the same on all ranks again
             detail = self._detail() if self._detail is not None else ""
-            raise self._checker.compare(self._operation, self._site(), detail)
+            raise checker.compare(self.operation, self.site(), detail)
 
     def _who_is_missing(self, backoff: Backoff) -> str:
-        checker, seen = self._checker, f" ({backoff.missing})" if backoff.missing else ""
+        checker, seen = self.checker, f" ({backoff.missing})" if backoff.missing else ""
         return (
             f"rank {checker.me} has waited {backoff.waited_s:.1f} s for {checker.digest_exchange.missing()}"
-            f"{seen}, at {self._site()} in {in_short(checker.text_of(self._operation))}, operation "
+            f"{seen}, at {self.site()} in {in_short(checker.text_of(self.operation))}, operation "
             f"{checker.number} of group '{checker.name}'. Raise MPISGD_TIMEOUT_S or the group's own timeout "
             "if ranks may be that far apart"
         )

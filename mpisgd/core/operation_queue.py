@@ -14,8 +14,7 @@ from typing import Any
 
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
-from mpisgd.call_site import call_site
-from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
+from mpisgd.core.consistency import ConsistencyChecker, Operation
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.submission import Note, Submission
 from mpisgd.core.work import QueuedWork, Work
@@ -35,7 +34,7 @@ from mpisgd.threads.scheduling import wait_for_condition
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.waiting import Backoff
 
-__all__ = ["OperationQueue", "call_site"]
+__all__ = ["OperationQueue"]
 
 # With `runs_inline`, an asynchronous operation waits so long for the other ranks before it is left to the
 # queue's thread. Waking the thread takes about as long, and the cores have nothing to spare for it.
@@ -139,8 +138,8 @@ class OperationQueue:
         if self.uneven is not None:
             self.uneven.intercept(operation.kind)
         if (owner := current_owner()) is not None:
-            operation = operation._replace(owner=owner)
-        submission = Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
+            operation = operation.of(owner)
+        submission = Submission(operation, action, detail, before, after, tensors, timeout_s)
         if tracing.sink is not None:
             submission.span = tracing.OperationSpan(
                 tracing.sink, self.track, operation, tensors or like, transport, async_op
@@ -152,7 +151,7 @@ class OperationQueue:
             check_calling_thread(only_thread, operation.kind)
         wait_registry.mark_communicating()
         inside = self._busy == thread
-        if not async_op and (inside or self._take_turn()):
+        if not async_op and (inside or self._take_turn(thread)):
             try:
                 self._perform(submission)
             finally:
@@ -167,7 +166,7 @@ class OperationQueue:
         work = QueuedWork(operation.kind, tensors, self)
         if inside:
             self._complete(submission, work)
-        elif async_op and self.runs_inline and self._take_turn():
+        elif async_op and self.runs_inline and self._take_turn(thread):
             self._run_inline(submission, work)
         else:
             self._enqueue(submission, work)
@@ -183,23 +182,24 @@ class OperationQueue:
         if self.broken is not None:
             raise afresh(self.broken)
         if (owner := current_owner()) is not None:
-            operation = operation._replace(owner=owner)
+            operation = operation.of(owner)
         if tracing.sink is not None:
             tracing.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
-        inside = self._busy == threading.get_ident()
-        if not inside and not self._take_turn():
-            self._enqueue(Note(operation, call_site()), QueuedWork(operation.kind, None, self))
+        thread = threading.get_ident()
+        inside = self._busy == thread
+        if not inside and not self._take_turn(thread):
+            self._enqueue(Note(operation), QueuedWork(operation.kind, None, self))
             return
         self.consistency.note(operation)
         if not inside:
             self._end_turn()
 
-    def _take_turn(self) -> bool:
+    def _take_turn(self, thread: int) -> bool:
         """Claim the queue for this thread, unless something is before us."""
         with self._lock:
             if self._busy is not None or self._queue:
                 return False
-            self._busy = threading.get_ident()
+            self._busy = thread
             return True
 
     def _end_turn(self) -> None:
@@ -223,27 +223,26 @@ class OperationQueue:
     def _run_inline(self, submission: Submission, work: QueuedWork) -> None:
         """Perform an asynchronous operation now if the others come to it, else leave it to the thread."""
         try:
-            check = self._begin_and_wait_shortly(submission)
+            self._begin_and_wait_shortly(submission)
         except BaseException as exc:
             work.complete(exc)
         else:
-            if check.advance():
+            if submission.advance():
                 self._complete(submission, work)
             else:
                 self._enqueue(submission, work, first=True)
         finally:
             self._end_turn()
 
-    def _begin_and_wait_shortly(self, submission: Submission) -> ConsistencyCheck:
+    def _begin_and_wait_shortly(self, submission: Submission) -> None:
         """Begin the consistency check and give the others a moment to come to it."""
         submission.check_usable(self.broken)
         try:
-            check = submission.begin(self.consistency)
-            check.advance() or Backoff(INLINE_WAIT_S).wait_for(check.advance)
+            submission.begin(self.consistency)
+            submission.advance() or Backoff(INLINE_WAIT_S).wait_for(submission.advance)
         except BaseException as exc:
             self._note_failure(submission, exc)
             raise
-        return check
 
     def _note_failure(self, submission: Submission, exc: BaseException) -> None:
         if submission.span is not None:
@@ -273,6 +272,7 @@ class OperationQueue:
         work.complete(error)
 
     def _enqueue(self, submission: Submission, work: QueuedWork, *, first: bool = False) -> None:
+        submission.remember_site()
         with self._changed:
             if self._thread is None:
                 self._thread = ServiceThread(f"mpisgd queue '{self.name}'", self._serve_or_end)

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from mpisgd import tracing
+from mpisgd.call_site import call_site, site_of
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, Deadlock, MpisgdError, afresh
 from mpisgd.threads.waiting import Backoff
 
-__all__ = ["Note", "Submission", "inference_mode_of"]
+__all__ = ["Note", "Submission", "call_site", "inference_mode_of"]
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -27,51 +28,42 @@ def inference_mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
     return _NO_CONTEXT
 
 
-class Submission:
+class Submission(ConsistencyCheck):
     """One operation. See `OperationQueue.run` for what it is given.
 
     Attributes:
-        check: its consistency check, where that has begun.
         thread: the one that runs it, while one does.
         span: its entry in the timeline, where one is recorded.
     """
 
-    __slots__ = (
-        "_action",
-        "_after",
-        "_before",
-        "_detail",
-        "_tensors",
-        "_timeout_s",
-        "check",
-        "operation",
-        "site",
-        "span",
-        "thread",
-    )
+    __slots__ = ("_action", "_after", "_before", "_tensors", "_timeout_s", "span", "thread")
 
     def __init__(
         self,
         operation: Operation,
         action: Callable[[], None],
-        site: Callable[[], str],
         detail: Callable[[], str] | None,
         before: Callable[[], None] | None,
         after: Work | None,
         tensors: Any,
         timeout_s: float | None,
     ) -> None:
-        self.operation = operation
-        self.site = site
-        self.check: ConsistencyCheck | None = None
+        super().__init__(operation, None, detail)
         self.span: tracing.OperationSpan | None = None
         self.thread = 0
         self._action = action
-        self._detail = detail
         self._before = before
         self._after = after
         self._tensors = tensors
         self._timeout_s = timeout_s
+
+    def remember_site(self) -> None:
+        """Note which line of the program calls it: another thread is going to run it."""
+        self._site = call_site()
+
+    def site(self) -> str:
+        """Return where the program called it; as long as the call lasts, its thread is still there."""
+        return site_of(self.thread) if self._site is None else self._site()
 
     def check_usable(self, broken: MpisgdError | None) -> None:
         """Raise where an earlier failure makes this operation impossible.
@@ -84,11 +76,10 @@ class Submission:
         if self._after is not None and (error := self._after.error) is not None:
             raise error
 
-    def begin(self, checker: ConsistencyChecker) -> ConsistencyCheck:
-        """Begin the consistency check, which is returned and kept."""
-        before = self._before if self.span is None else self._recorded(self.span, checker)
-        self.check = check = checker.begin(self.operation, self.site, self._detail, before)
-        return check
+    def begin(self, checker: ConsistencyChecker) -> None:
+        """Begin the consistency check."""
+        self.thread = threading.get_ident()
+        checker.begin(self, self._before if self.span is None else self._recorded(self.span, checker))
 
     def _recorded(self, span: tracing.OperationSpan, checker: ConsistencyChecker) -> Callable[[], None]:
         def before() -> None:
@@ -101,14 +92,16 @@ class Submission:
 
     def perform(self, checker: ConsistencyChecker) -> None:
         """Check and act."""
-        self.thread = threading.get_ident()
-        check = self.begin(checker) if self.check is None else self.check
-        if not check.advance():
+        if self.checker is None:
+            self.begin(checker)
+        else:
+            self.thread = threading.get_ident()
+        if not checker.digest_exchange.advance():
             limit_s = self._timeout_s
-            check.wait(Backoff(limit_s or checker.timeout_s, own_limit=limit_s is not None))
+            self.wait(Backoff(limit_s or checker.timeout_s, own_limit=limit_s is not None))
         if self.span is not None:
             self.span.all_arrived()
-        check.verify()
+        self.verify()
         try:
             self._act()
         except Deadlock:
@@ -134,8 +127,8 @@ class Note(Submission):
 
     __slots__ = ()
 
-    def __init__(self, operation: Operation, site: Callable[[], str]) -> None:
-        super().__init__(operation, lambda: None, site, None, None, None, None, None)
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(operation, lambda: None, None, None, None, None, None)
 
     def perform(self, checker: ConsistencyChecker) -> None:
         """Count it."""

@@ -21,7 +21,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.interfaces.communicator import DigestExchange
 from mpisgd.memory_ranges import MemoryRange, Span
 
-__all__ = ["HostMemory", "HostTransport", "Region", "Segment", "Steps"]
+__all__ = ["HostMemory", "HostTransport", "ReductionAtOnce", "Region", "Segment", "Steps"]
 
 Steps = Iterator[None]
 
@@ -46,6 +46,19 @@ class Region(Protocol):
     @property
     def everyones(self) -> Sequence[Tensor]:
         """Those of all ranks of the host, in their order."""
+
+
+class ReductionAtOnce(Protocol):
+    """The all-reduce of small tensors of one form: the consistency check is the only meeting of the ranks.
+
+    The tensors hold their elements in order, as they are. One of them is on its way at a time.
+    """
+
+    def begin(self, tensor: Tensor) -> None:
+        """Do the first part of an operation: tell the others what `tensor` holds."""
+
+    def finish(self, tensor: Tensor) -> None:
+        """Do the rest of it: combine everyone's into `tensor`."""
 
 
 class HostMemory(Protocol):
@@ -157,6 +170,10 @@ class HostTransport(Protocol):
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> Steps:
         """Combine `flat` [n], of any reducible dtype, over the ranks, in place."""
         raise _missing(self, "all_reduce")
+
+    def all_reduce_at_once(self, numel: int, dtype: torch.dtype, op: ReduceOp) -> ReductionAtOnce | None:
+        """Return the `all_reduce` of [numel] where it needs no steps after the first part; else None."""
+        return None
 
     def all_reduce_now(self, flat: Tensor, op: ReduceOp, region: Region | None = None) -> None:
         """Do an `all_reduce` as a part of an operation that the ranks have agreed on.

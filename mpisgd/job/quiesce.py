@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mpisgd.core.consistency import Operation
+from mpisgd.core.consistency import ConsistencyCheck, Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CollectiveTimeout, MpisgdError, afresh
 from mpisgd.interfaces.communicator import GroupCommunicator
@@ -80,7 +80,8 @@ class _GroupEnd:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.check = group.queue.consistency.begin(Operation("shutdown"), lambda: "the end of the program")
+        self.check = ConsistencyCheck(Operation("shutdown"), lambda: "the end of the program")
+        group.queue.consistency.begin(self.check)
         self.in_flight: list[InFlight] = []
         self._is_over = False
         self._steps = self._exchange(group.queue.communicator)

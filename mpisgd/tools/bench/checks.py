@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mpisgd
-from mpisgd.core import operation_queue as queue_module
+from mpisgd.core import submission as submission_module
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation, fold
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
@@ -27,28 +27,16 @@ NUM_CHECKS, NUM_CHECKS_IN_SMALL = 2000, 50  # in a row, for the cost of one
 CHECKED, BARE = "mpisgd", "ranks meet, nothing is checked"
 
 
-class _BareCheck(ConsistencyCheck):
-    """One at whose end nothing is compared."""
-
-    def verify(self) -> None:
-        """See nothing."""
-
-
 class _BareChecker(ConsistencyChecker):
     """One that lets the ranks meet, and that is all."""
 
-    def begin(
-        self,
-        operation: Operation,
-        site: Callable[[], str],
-        detail: Callable[[], str] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> ConsistencyCheck:
-        """Start to meet."""
+    def begin(self, check: ConsistencyCheck, before: Callable[[], None] | None = None) -> None:
+        """Start to meet: what the ranks compare is the same whatever they do."""
         self.number += 1
         if before is not None:
             before()
-        return _BareCheck(self, operation, site, None, 0)
+        check.checker = self
+        self.digest_exchange.start(0)
 
 
 class _Switch:
@@ -59,14 +47,14 @@ class _Switch:
         full = group.queue.consistency
         bare = _BareChecker(full.communicator, full.digest_exchange, name=full.name, timeout_s=full.timeout_s)
         self._ways: dict[bool, tuple[ConsistencyChecker, Callable[[], Callable[[], str]]]] = {
-            True: (full, queue_module.call_site),
+            True: (full, submission_module.call_site),
             False: (bare, lambda: str),  # str(): no site
         }
 
     def turn(self, on: bool) -> None:
         """Switch them on or off. Collective."""
         number = self._queue.consistency.number
-        self._queue.consistency, queue_module.call_site = self._ways[on]
+        self._queue.consistency, submission_module.call_site = self._ways[on]
         self._queue.consistency.number = number
         mpisgd.barrier()
 
@@ -127,7 +115,7 @@ def _checks_in_a_row(count: int) -> float:
     for number in range(count):
         bucket, step = f"bucket {number % 8} of plan 0123456789abcdef", f"step {number // 8}, reduction 0"
         operation = Operation("gradients", "AVG", "float32", (6553600,), extra=bucket, when=step)
-        queue_module.call_site()
+        submission_module.call_site()
         history = fold(history, operation)
         low, high = spread_of_world.extremes()
         differences += low != high

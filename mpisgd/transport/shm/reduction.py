@@ -28,8 +28,6 @@ from mpisgd.transport.staging_layout import BUFFER_BYTES, CHUNK_BYTES, slot_byte
 from mpisgd.transport.torch_reduction import ADDED_AS_THEY_ARE, combine_in_rank_order
 
 __all__ = [
-    "all_reduce",
-    "all_reduce_at_once",
     "all_reduce_in_parts",
     "reduce",
     "reduce_at_root",
@@ -38,9 +36,6 @@ __all__ = [
     "reduce_to_owners",
 ]
 
-# Below this every rank adds up everything: reading more takes less time than one more barrier.
-AT_ONCE_BYTES = 2**19
-READ_BY_EACH_BYTES = 2**20
 # What each rank adds up of a chunk of an all-reduce. 2 ranks on 2 cores took 5 % longer with half of it and
 # with twice as much, 4 ranks on them 20 % longer with half of it.
 PART_BYTES = 2**18
@@ -49,23 +44,6 @@ PART_BYTES = 2**18
 # the root took 0.5 to 0.8 of the time for float32, and 1.3 times as long for bfloat16 of 256 KiB and more.
 MAX_PIECES_OF_ONE = 4
 MAX_BYTES_OF_ONE = 2**17
-
-
-def all_reduce(shm: StagingMemory, flat: Tensor, op: ReduceOp) -> Steps:
-    """Combine `flat` [n] over the ranks, in place."""
-    at_once = flat.nbytes <= AT_ONCE_BYTES and flat.nbytes * shm.size <= READ_BY_EACH_BYTES
-    return (all_reduce_at_once if at_once else all_reduce_in_parts)(shm, flat, op)
-
-
-def all_reduce_at_once(shm: StagingMemory, flat: Tensor, op: ReduceOp) -> Steps:
-    """Every rank combines the whole of a small message for itself.
-
-    Cost: one barrier; every rank reads everyone's message.
-    """
-    copy_bytes(shm.next_addresses()[shm.rank], flat.data_ptr(), flat.nbytes)
-    yield
-    shm.swap_buffers()
-    combine_in_rank_order(shm.pieces(flat.numel(), flat.dtype), op, out=flat)
 
 
 def all_reduce_in_parts(shm: StagingMemory, flat: Tensor, op: ReduceOp) -> Steps:

@@ -24,14 +24,16 @@ class StagingMemory:
     Attributes:
         rank: as given.
         size: how many ranks there are.
+        turn: which buffers are the current ones.
+        addresses: for each turn where every rank's buffer begins.
     """
 
     def __init__(self, buffers: Sequence[Sequence[Tensor]], rank: int) -> None:
         self.rank = rank
         self.size = len(buffers[0])
-        self._turn = 0
+        self.turn = 0
         self._buffers = buffers
-        self._addresses = [[buffer.data_ptr() for buffer in everyones] for everyones in buffers]
+        self.addresses = [[buffer.data_ptr() for buffer in everyones] for everyones in buffers]
         self._starts = (0,) * self.size
         # Making these anew takes longer than adding up a small message.
         self._pieces = lru_cache(MAX_CACHED)(lambda turn, *what: typed_pieces(buffers[turn], *what))
@@ -45,26 +47,26 @@ class StagingMemory:
         This rank may write into its own even before the consistency check: one or a barrier has come since
         anybody read there, the one after the chunk before.
         """
-        return self._addresses[self._turn ^ 1]
+        return self.addresses[self.turn ^ 1]
 
     def swap_buffers(self) -> None:
         """Make the next buffers the current ones; once all ranks are known to do the same operation."""
-        self._turn ^= 1
+        self.turn ^= 1
 
     def guarded(self, *, alone: bool = False) -> Sequence[Tensor]:
         """Return everyone's current buffers, from which others may still read; see `HostTransport`."""
-        coming = self._buffers[self._turn ^ 1]
+        coming = self._buffers[self.turn ^ 1]
         of_others = [*coming[: self.rank], *coming[self.rank + 1 :]] if alone else []
-        return [*self._buffers[self._turn], *of_others]
+        return [*self._buffers[self.turn], *of_others]
 
     def pieces(self, numel: int, dtype: torch.dtype, starts: tuple[int, ...] | None = None) -> list[Tensor]:
         """Return [numel] of everyone's current buffer, from the byte `starts[rank]`, or 0, on."""
-        return self._pieces(self._turn, numel, dtype, starts or self._starts)
+        return self._pieces(self.turn, numel, dtype, starts or self._starts)
 
     def next_pieces(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Return [numel] of everyone's next buffer, for whoever knows that all have arrived already."""
-        return self._pieces(self._turn ^ 1, numel, dtype, self._starts)
+        return self._pieces(self.turn ^ 1, numel, dtype, self._starts)
 
     def partition_next(self, numel: int, dtype: torch.dtype) -> ChunkPartition:
         """Return how the ranks share the work on the next chunk, of `numel` elements, in its buffer."""
-        return self._partition(self._turn ^ 1, numel, dtype)
+        return self._partition(self.turn ^ 1, numel, dtype)

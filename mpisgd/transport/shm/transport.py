@@ -6,6 +6,7 @@ before.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from mpisgd.transport.ipc.control_block import CONTROL_BYTES, ControlBlock
 from mpisgd.transport.ipc.segment import Segment, open_segment
 from mpisgd.transport.members import Members
 from mpisgd.transport.shm import data_movement, reduction
+from mpisgd.transport.shm.at_once import AllReduceAtOnce, goes_at_once
 from mpisgd.transport.shm.region import Region, combine_chunks
-from mpisgd.transport.shm.staging_memory import StagingMemory
+from mpisgd.transport.shm.staging_memory import MAX_CACHED, StagingMemory
 from mpisgd.transport.staging_layout import BUFFER_BYTES
 
 __all__ = ["ShmTransport", "open_host_memory"]
@@ -61,6 +63,7 @@ class ShmTransport(StagingMemory, HostTransport):
         self.control = ControlBlock(
             segment, communicator.rank, communicator.global_ranks, communicator.progress
         )
+        self._at_once = lru_cache(MAX_CACHED)(partial(AllReduceAtOnce, self))
         self._name = name
         self._timeout_s = timeout_s
 
@@ -99,7 +102,6 @@ class ShmTransport(StagingMemory, HostTransport):
                 f"operation for {self.control.missing()}"
             )
 
-    all_reduce = reduction.all_reduce
     reduce = reduction.reduce
     reduce_scatter = reduction.reduce_scatter
     reduce_to_owners = reduction.reduce_to_owners
@@ -110,6 +112,15 @@ class ShmTransport(StagingMemory, HostTransport):
     all_to_all = data_movement.all_to_all
     all_to_all_equal = data_movement.all_to_all_equal
     exchange_spans = data_movement.exchange_spans
+
+    def all_reduce(self, flat: Tensor, op: ReduceOp) -> Steps:
+        """Combine `flat` [n] over the ranks, in place."""
+        at_once = self.all_reduce_at_once(flat.numel(), flat.dtype, op)
+        return reduction.all_reduce_in_parts(self, flat, op) if at_once is None else at_once.steps(flat)
+
+    def all_reduce_at_once(self, numel: int, dtype: torch.dtype, op: ReduceOp) -> AllReduceAtOnce | None:
+        """See `HostTransport`."""
+        return self._at_once(numel, dtype, op) if goes_at_once(numel * dtype.itemsize, self.size) else None
 
     def all_reduce_now(self, flat: Tensor, op: ReduceOp, region: AnyRegion | None = None) -> None:
         """See `HostTransport`.
@@ -140,6 +151,7 @@ class ShmTransport(StagingMemory, HostTransport):
     def close(self) -> None:
         """Free the communicator of the host. Collective."""
         self.communicator.free()
+        self._at_once.cache_clear()  # else a cycle keeps the memory until garbage is collected
 
 
 def open_host_memory(members: Members) -> ShmTransport | None:

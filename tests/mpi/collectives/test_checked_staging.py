@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from closed_form import assert_equal, assert_near, combined, given
+from torch import Tensor
 from verdicts import everyone
 
 import mpisgd
@@ -82,29 +85,43 @@ def test_nor_does_the_exchange_of_kinds(checked):
     everyone(kinds.joined == bytes([3, 0]), str(kinds.joined))
 
 
-def test_a_transport_that_writes_too_early_fails_on_every_rank(checked, monkeypatch):
-    transport = checked.transports[0]
+class AtOnce:
+    """A reduction at once whose first part is given."""
 
-    def all_reduce(flat, op):
-        flat.zero_()
-        yield
+    def __init__(self, begin: Callable[[Tensor], object]) -> None:
+        self.begin = begin
 
-    monkeypatch.setattr(transport, "all_reduce", all_reduce)
+    def finish(self, tensor: Tensor) -> None:
+        raise AssertionError("the ranks have not agreed")
+
+
+@pytest.fixture(params=["in steps", "at once"])
+def begins_with(request, checked, monkeypatch):
+    """Lets the all-reduce of the group's transport begin with something else."""
+
+    def change(first: Callable[[Tensor], object]) -> None:
+        def all_reduce(flat, op):
+            first(flat)
+            yield
+
+        at_once = AtOnce(first) if request.param == "at once" else None
+        monkeypatch.setattr(checked.transports[0], "all_reduce", all_reduce)
+        monkeypatch.setattr(checked.transports[0], "all_reduce_at_once", lambda *form: at_once)
+
+    return change
+
+
+def test_a_transport_that_writes_too_early_fails_on_every_rank(checked, begins_with):
+    begins_with(torch.Tensor.zero_)
     with pytest.raises(AssertionError, match="has written into a tensor of the call"):
-        mpisgd.all_reduce(torch.ones(3), group=checked, algorithm=transport.name)
+        mpisgd.all_reduce(torch.ones(3), group=checked, algorithm=checked.transports[0].name)
     everyone(checked.queue.broken is not None)
 
 
-def test_a_transport_that_takes_the_half_in_use_fails_on_every_rank(checked, monkeypatch):
+def test_a_transport_that_takes_the_half_in_use_fails_on_every_rank(checked, begins_with):
     transport = checked.transports[0]
     if checked.spans_hosts:
         pytest.skip("a rank that is alone on its host has no staging memory")
-
-    def all_reduce(flat, op):
-        for buffer in transport.guarded():
-            buffer[:1] += 1
-        yield
-
-    monkeypatch.setattr(transport, "all_reduce", all_reduce)
+    begins_with(lambda _: [buffer[:1].add_(1) for buffer in transport.guarded()])
     with pytest.raises(AssertionError, match="has written into staging buffer 0 of those"):
         mpisgd.all_reduce(torch.ones(3), group=checked, algorithm=transport.name)

@@ -15,7 +15,7 @@ from mpisgd import ReduceOp
 from mpisgd.core.consistency import Operation
 from mpisgd.memory_ranges import range_of
 from mpisgd.transport import staging_layout
-from mpisgd.transport.shm.reduction import AT_ONCE_BYTES
+from mpisgd.transport.shm.at_once import AT_ONCE_BYTES
 from mpisgd.transport.staging_layout import BUFFER_BYTES, slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 

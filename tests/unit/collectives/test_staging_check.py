@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def steps(first: Callable[[], object], rest: Callable[[], object] = lambda: None
 def test_the_coming_half_may_be_written():
     staging, flat = Staging(), torch.full((4,), float("nan"))
     run = steps(lambda: staging.coming.copy_(flat), lambda: flat.fill_(1.0))
-    run_first_part(run, staging, [flat])
+    run_first_part(partial(next, run, None), staging, [flat])
     assert staging.coming.isnan().all()
     assert flat.isnan().all()
     assert next(run, None) is None
@@ -53,18 +54,18 @@ def test_the_coming_half_may_be_written():
 def test_a_transport_that_writes_into_the_half_in_use_is_found():
     staging, flat = Staging(), torch.ones(4)
     with pytest.raises(AssertionError, match="'test' has written into staging buffer 0 of those"):
-        run_first_part(steps(lambda: staging.current[1:2].fill_(3.0)), staging, [flat])
+        run_first_part(partial(next, steps(lambda: staging.current[1:2].fill_(3.0))), staging, [flat])
 
 
 @pytest.mark.parametrize("flat", [torch.ones(4), torch.ones(4, 4).t(), torch.ones(()), torch.ones(2).bool()])
 def test_a_transport_that_writes_into_a_tensor_of_the_call_is_found(flat):
     staging = Staging()
     with pytest.raises(AssertionError, match="'test' has written into a tensor of the call"):
-        run_first_part(steps(lambda: flat.zero_()), staging, [torch.ones(3), flat])
+        run_first_part(partial(next, steps(lambda: flat.zero_())), staging, [torch.ones(3), flat])
 
 
 def test_an_operation_without_steps_or_elements_is_none():
-    run_first_part(iter(()), Staging(), [torch.ones(1, dtype=torch.int16).expand(0), torch.ones(2, 0)])
+    run_first_part(lambda: None, Staging(), [torch.ones(1, dtype=torch.int16).expand(0), torch.ones(2, 0)])
 
 
 def test_it_is_off_unless_it_is_asked_for():

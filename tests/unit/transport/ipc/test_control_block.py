@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
+from collections.abc import Iterator
+
 import pytest
 
+from mpisgd.threads import waiting
 from mpisgd.transport.ipc import control_block
-from mpisgd.transport.ipc.control_block import order_memory
+from mpisgd.transport.ipc.control_block import ARRIVALS, CONTROL_BYTES, SLEEPERS, ControlBlock, order_memory
+from mpisgd.transport.ipc.segment import Segment
 
 
 class RecordingLock:
@@ -37,3 +44,80 @@ def test_where_stores_may_overtake_each_other_a_release_is_followed_by_an_acquir
     monkeypatch.setattr(control_block, "_fence", lock)
     order_memory()
     assert (("release", "acquire") in zip(lock.calls, lock.calls[1:], strict=False)) == fenced
+
+
+SHARE_BYTES = 2 * CONTROL_BYTES
+LONG_S = 20.0
+
+
+def blocks_of(size: int) -> list[ControlBlock]:
+    """The control block as each of the ranks of a host sees it; all are threads of this process."""
+    segment = Segment(-1, SHARE_BYTES, size)
+    blocks = [ControlBlock(segment, rank, range(size), lambda: None) for rank in range(size)]
+    if not blocks[0]._futex.available:
+        pytest.skip("this system has no futex")
+    return blocks
+
+
+@pytest.fixture
+def scarce_cores() -> Iterator[None]:
+    before = waiting.is_oversubscribed()
+    waiting.set_oversubscribed(True)
+    yield
+    waiting.set_oversubscribed(before)
+
+
+@pytest.mark.usefixtures("scarce_cores")
+@pytest.mark.parametrize("size", [2, 8, 9, 20])
+def test_the_kernel_is_asked_to_wake_only_where_a_rank_sleeps(monkeypatch, size):
+    """One rank after the other sleeps until the last one arrives, which has called the kernel for nobody."""
+    last, *others = reversed(blocks_of(size))
+    woken: list[int] = []
+    wake = last._futex.wake
+    monkeypatch.setattr(last._futex, "wake", lambda word: (woken.append(word), wake(word)))
+    last.publish(40, 1)
+    assert last._sleepers is None or not woken
+    woken.clear()
+    for other in others:
+        other.arrivals = 1
+        asleep = threading.Thread(
+            target=other.sleep_until_reached, args=(ARRIVALS, [size - 1], 1, LONG_S), daemon=True
+        )
+        began = time.monotonic()
+        asleep.start()
+        while (
+            last._sleepers is not None and not last._bytes[(size - 1) * SHARE_BYTES + SLEEPERS + other._rank]
+        ):
+            time.sleep(0.001)
+        last.publish(ARRIVALS, 1)
+        asleep.join(LONG_S)
+        assert time.monotonic() - began < LONG_S / 2
+        assert woken
+        assert not any(last._bytes[(size - 1) * SHARE_BYTES + SLEEPERS + rank] for rank in range(size))
+        woken.clear()
+        last._words[last._mine + ARRIVALS] = 0
+
+
+@pytest.mark.usefixtures("scarce_cores")
+def test_no_barrier_is_slept_through():
+    """Processes that sleep at once, 20,000 times: who is not woken would sleep for seconds each time."""
+    blocks = blocks_of(2)
+    rounds, ends = 20000, []
+
+    def rank(block: ControlBlock) -> None:
+        for number in range(rounds):
+            block.publish(40, number + 1)
+            while not block.reached(40, [0, 1], number + 1):
+                block.sleep_until_reached(40, [0, 1], number + 1, 2.0)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            rank(blocks[1])
+        finally:
+            os._exit(0)
+    began = time.monotonic()
+    rank(blocks[0])
+    ends.append(time.monotonic() - began)
+    assert os.waitpid(child, 0)[1] == 0
+    assert ends[0] < rounds * 2.0 / 100
