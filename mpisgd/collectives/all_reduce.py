@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from mpisgd.accelerator.buffers import StagedOutput, is_plain
+from mpisgd.accelerator.buffers import StagedOutput
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.algorithms import ALGORITHMS
@@ -24,7 +24,7 @@ from mpisgd.collectives.dispatch import (
 )
 from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.staging_check import run_first_part
-from mpisgd.collectives.tensor_arguments import check_output
+from mpisgd.collectives.tensor_arguments import address_in_order, check_output
 from mpisgd.collectives.uneven import beside_ranks_without_data, neutral
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -92,12 +92,13 @@ def all_reduce(
     Cost: see the functions in `mpisgd.collectives.algorithms`.
     """
     group = group_or_world(group)
-    check_output("all_reduce", tensor)
-    known = _known_call(group, tensor, op, algorithm)
+    if not (address := address_in_order(tensor)):
+        check_output("all_reduce", tensor)
+    known = _known_call(group, tensor, op, algorithm, not address and on_device(tensor))
     if group.queue.uneven is None:
-        return _start(group, tensor, known, async_op)
+        return _start(group, tensor, known, async_op, address)
     with beside_ranks_without_data(group, "all_reduce", tensor, known.op, algorithm):
-        return _start(group, tensor, known, async_op)
+        return _start(group, tensor, known, async_op, address)
 
 
 class _KnownCall(NamedTuple):
@@ -126,28 +127,29 @@ def _beside_others(
 
 
 class _CallAtOnce:
-    """A call on a small tensor, whose elements lie in order, between ranks that see the same memory."""
+    """A call on a small tensor between ranks that see the same memory."""
 
-    __slots__ = ("_known", "_tensor")
+    __slots__ = ("_address", "_reduction", "_tensor")
 
-    def __init__(self, known: _KnownCall, tensor: Tensor) -> None:
-        self._known = known
+    def __init__(self, reduction: ReductionAtOnce, tensor: Tensor, address: int) -> None:
+        self._reduction = reduction
         self._tensor = tensor
+        self._address = address
 
     def begin(self) -> None:
         """Do the first part."""
-        self._known.at_once.begin(self._tensor)  # type: ignore[union-attr]
+        self._reduction.begin(self._address)
 
     def run(self) -> None:
         """Do the rest."""
-        self._known.at_once.finish(self._tensor)  # type: ignore[union-attr]
-        increment_version(self._tensor)
+        self._reduction.finish(self._tensor, self._address)
+        increment_version([self._tensor])
 
 
-def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool) -> Work | None:
-    if known.at_once is not None and is_plain(tensor):  # small messages feel every call
+def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool, address: int) -> Work | None:
+    if known.at_once is not None and address:  # small messages feel every call
         assert known.transport is not None
-        at_once = _CallAtOnce(known, tensor)
+        at_once = _CallAtOnce(known.at_once, tensor, address)
         begin = at_once.begin
         if group.checks_staging:
             begin = partial(run_first_part, begin, known.transport, [tensor])
@@ -166,11 +168,13 @@ def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool) -> W
     return run(known.row, call, async_op, transport=known.transport)
 
 
-def _known_call(group: Group, tensor: Tensor, op: ReduceOp | str, algorithm: str) -> _KnownCall:
+def _known_call(
+    group: Group, tensor: Tensor, op: ReduceOp | str, algorithm: str, on_device: bool
+) -> _KnownCall:
     """Check the arguments and ask the table: once, since small messages feel it."""
     key = None
     if type(op) is ReduceOp and type(algorithm) is str:
-        key = (tensor.shape, tensor.dtype, on_device(tensor), op, algorithm)
+        key = (tensor.shape, tensor.dtype, on_device, op, algorithm)
         if (known := group.known_calls.get(key)) is not None:
             return known  # type: ignore[no-any-return]
     op = check_op("all_reduce", op, tensor.dtype)

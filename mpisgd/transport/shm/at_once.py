@@ -3,8 +3,10 @@
 Reading more takes less time than one more barrier: the consistency check is the only one.
 """
 
+import contextvars
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ READ_BY_EACH_BYTES = 2**20
 # From so many ranks on numpy adds up small messages: torch needs a call for each rank, of a microsecond.
 FROM_RANKS = 3
 MAX_BYTES = 2**13
+KEEPS_SETTINGS_IN_CONTEXTS = int(np.__version__.partition(".")[0]) >= 2
 NUMPY_DTYPES = {
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -57,30 +60,36 @@ class AllReduceAtOnce:
         self._op = op
         self._nbytes = numel * dtype.itemsize
         self._form = numel, dtype
-        fits = shm.size >= FROM_RANKS and dtype in NUMPY_DTYPES and 0 < self._nbytes <= MAX_BYTES
+        fits = (
+            KEEPS_SETTINGS_IN_CONTEXTS
+            and shm.size >= FROM_RANKS
+            and dtype in NUMPY_DTYPES
+            and 0 < self._nbytes <= MAX_BYTES
+        )
         sums = op in (ReduceOp.SUM, ReduceOp.AVG)
         self._sums = [_Sum.of(at, numel, dtype) if fits and sums else None for at in shm.addresses]
 
-    def begin(self, tensor: Tensor) -> None:
-        """Write the elements of `tensor`, which lie in order, for the others."""
-        copy_bytes(self._shm.next_addresses()[self._shm.rank], tensor.data_ptr(), self._nbytes)
+    def begin(self, address: int) -> None:
+        """Write what lies there for the others."""
+        copy_bytes(self._shm.next_addresses()[self._shm.rank], address, self._nbytes)
 
-    def finish(self, tensor: Tensor) -> None:
-        """Combine everyone's into `tensor`."""
+    def finish(self, tensor: Tensor, address: int) -> None:
+        """Combine everyone's into the tensor."""
         shm, op = self._shm, self._op
         shm.swap_buffers()
         if (total := self._sums[shm.turn]) is None:
             combine_in_rank_order(shm.pieces(*self._form), op, out=flattened(tensor))
             return
-        copy_bytes(tensor.data_ptr(), total.address(), self._nbytes)
+        copy_bytes(address, total.address(), self._nbytes)
         if op is ReduceOp.AVG:
             divide(tensor.detach(), shm.size)
 
     def steps(self, tensor: Tensor) -> Steps:
         """Do both as the steps of an operation."""
-        self.begin(tensor)
+        address = tensor.data_ptr()
+        self.begin(address)
         yield
-        self.finish(tensor)
+        self.finish(tensor, address)
 
 
 class _Sum:
@@ -93,6 +102,11 @@ class _Sum:
         self._rows = rows
         self._total = np.empty(rows.shape[1], rows.dtype)
         self._address = self._total.ctypes.data
+        # numpy warns of overflow and NaN; torch does not, and what lies beside a single number may be any
+        # bytes. A context costs a tenth of `np.errstate`.
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        self._in_silence: Any = context.run
 
     @classmethod
     def of(cls, addresses: Sequence[int], numel: int, dtype: torch.dtype) -> "_Sum | None":
@@ -107,6 +121,5 @@ class _Sum:
 
     def address(self) -> int:
         """Add up, and return where the sum lies until the next one is taken."""
-        with np.errstate(all="ignore"):  # as torch; and what lies beside a single number may be anything
-            np.add.reduce(self._rows, 0, out=self._total)
+        self._in_silence(np.add.reduce, self._rows, 0, None, self._total)
         return self._address
