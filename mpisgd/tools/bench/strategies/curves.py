@@ -117,12 +117,18 @@ class _Results:
     def _compared(self, row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         measure = self._task.measure
         bases = [r for r in rows if r["is_synchronous"] and r["section"] == row["section"]]
+        ratio, worst = f"{measure}_ratio", f"{measure}_ratio_{self._task.worst.__name__}"
         if not bases:
-            return {"speed_up": None, f"{measure}_ratio": None}
+            return {"speed_up": None, "bytes_ratio": None, ratio: None, worst: None}
         base = self._task.best(bases, key=lambda each: each[measure])
-        seeds = min(len(row["finals"]), len(base["finals"]))  # that both have
-        ratio = sum(row["finals"][:seeds]) / sum(base["finals"][:seeds])
-        return {"speed_up": base["median_s"] / row["median_s"], f"{measure}_ratio": ratio}
+        finals = np.asarray(list(zip(row["finals"], base["finals"], strict=False)))  # of seeds that both have
+        mine, its = finals.sum(0)
+        return {
+            "speed_up": base["median_s"] / row["median_s"],
+            "bytes_ratio": row["mib_sent"] / base["mib_sent"] if base["mib_sent"] else None,
+            ratio: float(mine / its),
+            worst: _worst(self._task, (finals[:, 0] / finals[:, 1]).tolist()),
+        }
 
 
 def _section(task: Task, method: Method) -> str:

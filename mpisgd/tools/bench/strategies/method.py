@@ -29,6 +29,7 @@ from mpisgd.methods.strategy.strategy import Strategy
 __all__ = ["DEFAULT_METHODS", "SYNCHRONOUS", "Method", "common_model", "finish", "methods_of"]
 
 SYNCHRONOUS = "Synchronous"
+AS_THEY_ARE = (mpisgd.Synchronous(), mpisgd.Sharded(1), mpisgd.Sharded(2))
 DEFAULT_METHODS = (
     SYNCHRONOUS,
     "Synchronous + auto",
@@ -66,9 +67,7 @@ class Method:
     def is_synchronous(self) -> bool:
         """Whether all ranks average their gradients in every step, as they are."""
         own = self.optimizer is not None and averages_by_itself(self.optimizer.kind)
-        return (
-            self.strategy == mpisgd.Synchronous() and not own and self.compression == mpisgd.Compression.none
-        )
+        return self.strategy in AS_THEY_ARE and not own and self.compression == mpisgd.Compression.none
 
     def chosen(self, default: OptimizerChoice) -> OptimizerChoice:
         """Return the optimizer to train with; the default one without a momentum that compression has."""
