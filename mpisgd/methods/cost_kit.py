@@ -47,6 +47,7 @@ from mpisgd.methods.model_sizes import Bucket, Parameter, Sizes
 
 __all__ = [
     "ALL",
+    "CONTEXT",
     "HOST",
     "LEADERS",
     "REPLICAS",
@@ -70,8 +71,9 @@ __all__ = [
 ]
 
 ALL, HOST, LEADERS = "all", "host", "leaders"  # groups: all ranks; those of a host; the first of each host
-# Of layouts: ranks that divide the tensors of the same layers; those that have the same parameters.
-TENSOR, REPLICAS = "tensor", "replicas"
+# Of layouts: ranks that divide the tensors of the same layers; those that have the same parameters; those that
+# have parts of the same sequences.
+TENSOR, REPLICAS, CONTEXT = "tensor", "replicas", "context"
 
 
 # -- operations ------------------------------------------------------------------------------------------
@@ -150,8 +152,9 @@ class Collective(Op):
 
     Attributes:
         kind: "all_reduce", "reduce_scatter", "all_gather", "all_to_all"; "exchange" with neighbours; "pairs":
-            likewise, in the background and at the most; or "access": of memory that all ranks hold a part of.
-        nbytes: of what it is about: all_gather: of what everyone has in the end; all_to_all: of what a rank
+            likewise, in the background and at the most; "access": of memory that all ranks hold a part of; or
+            "rotate": each rank's part passes all others in a ring, while these compute.
+        nbytes: of what it is about: all_gather, rotate: of what everyone has in the end; all_to_all: of what a rank
             has for all; exchange: of a message.
         group: who.
         itemsize: of what is added up; 0: nothing is.

@@ -1,7 +1,7 @@
 """`sent_bytes`: what a rank sends, on average over the ranks, by the operations of a cost.
 
-Of n bytes an all-reduce among p ranks sends 2 (p - 1) / p n from each, a reduce-scatter, an all-gather and an
-all-to-all half of that: the least by any algorithm. Headers, and what the checks send, are left out.
+Of n bytes an all-reduce among p ranks sends 2 (p - 1) / p n from each, a reduce-scatter, an all-gather, an
+all-to-all and a rotation half of that: the least by any algorithm. Headers, and what the checks send, are left out.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from mpisgd.methods.cost_kit import ALL, HOST, LEADERS, Collective, Op, Send, Wo
 
 __all__ = ["sent_bytes"]
 
-TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+TIMES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "rotate": 1}
 
 
 def sent_bytes(ops: Iterable[Op], world: World) -> dict[str, float]:

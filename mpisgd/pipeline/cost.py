@@ -14,6 +14,7 @@ A send that is not through by the next one holds its gradient longer: whoever re
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpisgd.methods.cost_kit import (
     REPLICAS,
@@ -49,6 +50,8 @@ class StageSizes:
         tensor_ranks: that divide the tensors of its layers, of which this is one.
         forward_sums: bytes of the activations that these ranks all-reduce forward, one after the other.
         backward_sums: likewise backward.
+        rings: calls of attention whose keys other ranks have, too; each a `mpisgd.context.cost.RingCost`.
+        recomputes: whether backward begins with these calls of the forward pass.
     """
 
     parameter_bytes: float
@@ -59,6 +62,8 @@ class StageSizes:
     tensor_ranks: int = 1
     forward_sums: tuple[float, ...] = ()
     backward_sums: tuple[float, ...] = ()
+    rings: tuple[Any, ...] = ()
+    recomputes: bool = False
 
     def sums(self, nbytes: Sequence[float]) -> Iterator[Op]:
         """Yield all-reduces of activations."""
@@ -150,6 +155,8 @@ class _Rank:
             self.has_forwarded.add((action.stage, action.micro_batch))
             yield Alloc("activations", self._own(action).kept_bytes)
             yield from self._own(action).sums(self._own(action).forward_sums)
+            for ring in self._own(action).rings:
+                yield from ring.forward()
             yield Compute("forward", stage=action.stage)
         elif action.kind is Kind.BACKWARD:
             yield from self._backward(action)
@@ -178,6 +185,9 @@ class _Rank:
         yield Alloc("activations", sizes.pass_bytes)
         yield Alloc("buffers", sum(sources.values()))  # gradients of what has come
         yield from sizes.sums(sizes.backward_sums)
+        for ring in sizes.rings:
+            yield from ring.forward() if sizes.recomputes else ()
+            yield from ring.backward()
         yield Compute("backward", stage=number)
         yield Free("activations", sizes.pass_bytes + sizes.kept_bytes)
         theirs = [src for src in sources if shape.rank_of(src, action.micro_batch) != self.rank]

@@ -88,11 +88,12 @@ def command_line(prediction: Prediction, method: Method, program: str = "train.p
 def text_options(prediction: Prediction, layout: Parallel) -> str:
     """Return the options of `scripts/train_text.py` for a layout, and for a model that is `gpt(...)`."""
     size, profile = prediction.cluster.size, prediction.profile
-    axes = {"dp": size // (layout.tp * layout.pp), "tp": layout.tp, "pp": layout.pp}
+    together = layout.tp * layout.cp * layout.pp
+    axes = {"dp": size // together, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
     own = layout.pp > 1 and layout.tp == 1  # `mpisgd.pipeline`; the others are torch's
     words = [f"--pipeline {layout.schedule}"] if own else []
     words.append("--parallel " + ",".join(f"{axis}={n}" for axis, n in axes.items() if n > 1))
-    number = layout.micro_batches_of(profile.batch * layout.tp * layout.pp)
+    number = layout.micro_batches_of(profile.batch * together)
     words += [f"--accumulate {number}"] if number > 1 else []
     words += ["--checkpoint-activations"] if layout.recompute else []
     if profile.name.startswith("gpt("):
@@ -122,6 +123,8 @@ def code_line(method: Method) -> str:
 
 
 def _code_of_layout(layout: Parallel) -> str:
+    if layout.cp > 1:
+        return "mpisgd.context_parallel(mesh['cp'], buffers=..., buffer_seq_dims=...)  # around each batch"
     if layout.tp > 1:
         return "torch.distributed.tensor.parallel.parallelize_module(...)  # scripts/training/parallelize.py"
     checkpoint = ", checkpoint=True" if layout.recompute else ""

@@ -290,7 +290,9 @@ def read_model(path: Path) -> Model:
     """Return the model of a TOML file: `itemsize`, and tables [[layer]] in the order of the forward pass.
 
     Of a layer: `name`, `shapes` or `parameters` (how many), `flops` of one example forward, `activations`
-    and `outputs` (bytes of one example), `all_reduces` (see `Block`), and `repeat`. Each is a block.
+    and `outputs` (bytes of one example), `all_reduces` (see `Block`), `keys` (bytes of the keys and values of
+    its attention, of one example) with `attention_flops` (those of `flops` that compute with them), and `repeat`.
+    Each is a block.
 
     Raises:
         InvalidArgument: see `read_cluster`.
@@ -317,6 +319,8 @@ def _layers(table: Table) -> list[Layer]:
     activations = as_nbytes(f"layer {name}: activations", fields.pop("activations", 0.0))
     outputs = as_nbytes(f"layer {name}: outputs", fields.pop("outputs", 0.0))
     all_reduces = fields.pop("all_reduces", 0)
+    keys = as_nbytes(f"layer {name}: keys", fields.pop("keys", 0.0))
+    attention = as_flops(f"layer {name}: attention_flops", fields.pop("attention_flops", 0.0))
     if fields:
         raise InvalidArgument(f"layer {name}: unknown {', '.join(fields)}")
     if not isinstance(repeat, int) or not 1 <= repeat <= MOST_LAYERS:
@@ -325,7 +329,8 @@ def _layers(table: Table) -> list[Layer]:
         raise InvalidArgument(f"layer {name}: shapes={shown(shapes)}; expected such as [[512, 512], [512]]")
     cut = tuple(tuple(shape) for shape in shapes)
     names = [name] if repeat == 1 else [f"{name}.{number}" for number in range(repeat)]
-    return [Layer(each, cut, flops, activations, outputs, all_reduces) for each in names]
+    sizes = (flops, activations, outputs, all_reduces, "", keys, attention)
+    return [Layer(each, cut, *sizes) for each in names]
 
 
 def write_step(path: Path, profile: StepProfile) -> None:

@@ -16,10 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
-from mpisgd import CollectiveMismatch, Group, InvalidArgument, UnsupportedTensor
+from mpisgd import CollectiveMismatch, Compression, Group, InvalidArgument, UnsupportedTensor
+from mpisgd.context.cost import RingCost
 from mpisgd.context.division import own_part
 from mpisgd.context.ring import ring_of
 from mpisgd.job.lifecycle import world
+from mpisgd.methods.cost_kit import CONTEXT, World
+from mpisgd.methods.costs import wire_of
+from mpisgd.methods.wire_bytes import sent_bytes
 
 WIDTH, HEADS, VOCABULARY = 12, 3, 11
 LIMIT = 1e-10
@@ -366,15 +370,18 @@ def test_memory_of_a_rank_falls_with_the_number_of_ranks():
 
 @pytest.mark.processes
 @pytest.mark.mpi(min_size=2)
-def test_bytes_sent_are_those_of_the_formula(monkeypatch):
+def test_bytes_sent_are_those_of_the_cost(monkeypatch):
     size = mpisgd.size()
     leaves = [torch.ones(1, 2, 64, 8, requires_grad=True) for _ in range(3)]
-    total = 2 * size * leaves[0].nbytes  # of keys and values, on all ranks
+    nbytes = 2 * leaves[0].nbytes  # of keys and values
+    cost, job = RingCost(size, nbytes, nbytes), World(1, size, wire_of(Compression.none))
+    forth, back = (sent_bytes(ops, job)[CONTEXT] for ops in (cost.forward(), cost.backward()))
     ring = ring_of(world()).group
     with mpisgd.context_parallel(world()):
         outs: list[Tensor] = []
         forward = sent(monkeypatch, ring, lambda: outs.append(scaled_dot_product_attention(*leaves)))
         backward = sent(monkeypatch, ring, lambda: outs[0].sum().backward())
-    expected = (size - 1) * total
-    everyone(expected <= forward <= expected + 256 * size, f"{forward} bytes, expected {expected}")
-    everyone(2 * expected <= backward <= 2 * expected + 256 * size, f"{backward}, expected {2 * expected}")
+    # All ranks together, and the check that they do the same.
+    everyone(0 <= forward - size * forth <= 256 * size, f"{forward} bytes, expected {size * forth}")
+    everyone(0 <= backward - size * back <= 256 * size, f"{backward} bytes, expected {size * back}")
+    everyone(forth == (size - 1) * nbytes == back / 2)

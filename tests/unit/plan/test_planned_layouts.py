@@ -178,7 +178,7 @@ def test_a_grid_gives_groups_what_they_share():
     """Two hosts of four ranks: pairs share memory, and two of them the link of the host."""
     where = Cluster(2, 4, Link(1e-6, 100.0), Link(1e-6, 1000.0))
     grid = Grid(where, tp=2, pp=1)
-    assert (grid.dp, grid.tensor_group.size, grid.data_group.size) == (4, 2, 4)
+    assert (grid.replicas, grid.tensor_group.size, grid.data_group.size) == (4, 2, 4)
     assert grid.tensor_group.within.bytes_per_s == 1000.0 / 2
     assert (grid.data_group.hosts, grid.data_group.between.bytes_per_s) == (2, 100.0 / 2)
 
@@ -207,6 +207,61 @@ def test_parameters_in_files_are_read_and_written_layer_by_layer():
         assert found.memory.parameters == found.memory.gradients == found.memory.buffers == 4 * numel / 4
     with pytest.raises(InvalidArgument, match="without the layers"):
         planned(method, quick(2, disk_bytes_per_s=rate), replace(profile, blocks=()))
+
+
+# -- context parallelism -------------------------------------------------------------------------------
+
+KEYS = 40.0  # bytes of a block's keys and values, of a rank's batch
+
+
+def test_context_parallelism_by_hand():
+    """Keys pass the other ranks forward, keys and their gradients backward; a third of each pass hides them."""
+    found = planned("Parallel(cp=3)", hosts(3), step(2, key_bytes=KEYS, attention=0.3))
+    message_s, check_s = ALPHA + KEYS / RATE, ALPHA
+    alone = planned("Synchronous", hosts(3), step(2))
+    assert message_s < 0.3 / 3 * 1.0  # hidden behind a rank's own attention, and two behind backward's
+    assert found.step_s - alone.step_s == pytest.approx(2 * 2 * check_s)
+    ring = 2 * 3 * 2 * KEYS  # two blocks, three parts, to two others
+    assert found.step.sent_bytes - alone.step.sent_bytes == pytest.approx(ring)
+    assert found.step.traffic["host out"] - alone.step.traffic["host out"] == pytest.approx(ring)
+
+
+def test_what_attention_does_not_hide_takes_time():
+    slow, keys = hosts(2), 1000.0
+    hidden = planned("Parallel(cp=2)", slow, step(2, key_bytes=keys, attention=1.0))
+    exposed = planned("Parallel(cp=2)", slow, step(2, key_bytes=keys))
+    message_s = ALPHA + keys / RATE
+    forward_s, backward_s = max(0.0, message_s - 0.5), max(0.0, 2 * message_s - 1.0)
+    assert exposed.step_s - hidden.step_s == pytest.approx(2 * (3 * message_s - forward_s - backward_s))
+
+
+def test_a_ring_in_micro_batches_keeps_a_part_of_the_activations():
+    """Four ranks: a sequence after the other, a quarter of it each; and two messages, and two of gradients."""
+    profile = step(2, batch=1, key_bytes=KEYS)
+    whole = planned("Parallel(cp=4)", quick(4), profile).memory
+    parts = planned("Parallel(cp=4, micro_batches=4)", quick(4), profile).memory
+    assert (whole.activations, parts.activations) == (2 * 1000.0, 2 * 1000.0 / 4)
+    assert (whole.buffers, parts.buffers) == (4 * KEYS, 4 * KEYS / 4)
+    assert whole.parameters == parts.parameters == 2 * 85 * 4
+
+
+def test_gradients_are_averaged_over_rings_and_parts():
+    """Four ranks on two hosts: rings on a host, and an all-reduce of all."""
+    where = Cluster(2, 2, Link(ALPHA, RATE), Link(1e-9, 1e15), memory_bytes_per_s=1e15)
+    found = planned("Parallel(cp=2)", where, step(2, key_bytes=KEYS))
+    alone = planned("Synchronous", where, step(2))
+    assert found.step.traffic["host out"] == alone.step.traffic["host out"]
+    grid = Grid(where, tp=1, pp=1, cp=2)
+    assert (grid.replicas, grid.context_group.size, grid.context_group.hosts) == (4, 2, 1)
+
+
+def test_context_parallelism_of_what_is_not_known_is_refused():
+    with pytest.raises(InvalidArgument, match="keys"):
+        planned("Parallel(cp=2)", quick(2), step(2))
+    with pytest.raises(InvalidArgument, match="beside dp and tp alone"):
+        Parallel(cp=2, pp=2)
+    with pytest.raises(InvalidArgument, match="tp x cp x pp = 4"):
+        planned("Parallel(cp=2, tp=2)", quick(6), step(2, all_reduces=2, key_bytes=KEYS))
 
 
 # -- three axes ----------------------------------------------------------------------------------------
@@ -287,6 +342,7 @@ def test_a_layout_prints_as_it_is_written():
     [
         ("Parallel(pp=2)", "--pipeline 1f1b --parallel dp=4,pp=2 --accumulate 8"),
         ("Parallel(tp=2)", "--parallel dp=4,tp=2"),
+        ("Parallel(cp=2, tp=2, micro_batches=2)", "--parallel dp=2,cp=2,tp=2 --accumulate 2"),
         ("Parallel(tp=2, pp=2)", "--parallel dp=2,tp=2,pp=2 --accumulate 8"),
     ],
 )
@@ -298,7 +354,8 @@ def test_the_command_that_runs_a_layout(text, expected):
     assert (
         command_line(found, method) == f"python -m mpisgd run -n 8 scripts/train_text.py {expected} {sizes}"
     )
-    assert code_line(method).startswith(("mpisgd.pipeline.Pipeline(", "torch.distributed.tensor.parallel"))
+    calls = ("mpisgd.pipeline.Pipeline(", "torch.distributed.tensor.parallel", "mpisgd.context_parallel(")
+    assert code_line(method).startswith(calls)
 
 
 # -- models --------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ class Block:
             its operations. So many micro-batches take longer than one, and the parts of a divided block
             longer than a part of it.
         divided_s: what both passes of a divided block take besides, whatever its size.
+        key_bytes: of the keys and values of its attention; 0: it has none, or is not known to.
+        attention: the share of its time in which it computes with them.
     """
 
     name: str
@@ -47,10 +49,12 @@ class Block:
     all_reduces: int = 0
     fixed_s: float = 0.0
     divided_s: float = 0.0
+    key_bytes: float = 0.0
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "all_reduces")
-        for name in (*numbers, "fixed_s", "divided_s"):
+        for name in (*numbers, "fixed_s", "divided_s", "key_bytes", "attention"):
             check_not_negative(f"block {self.name}", name, getattr(self, name))
 
     def numel_of(self, tp: int) -> float:

@@ -53,9 +53,11 @@ def gpt(
     state = context * dim * itemsize
     norm, square = (dim,), (dim, dim)
     shapes = (norm, norm, *[square] * 4, norm, norm, (4 * dim, dim), (dim, 4 * dim))
-    flops = 24.0 * context * dim**2 + 4.0 * context**2 * dim
+    attention = 4.0 * context**2 * dim
+    flops = 24.0 * context * dim**2 + attention
     kept = BLOCK_ELEMENTS * state + 2 * STATISTICS * context
-    blocks = [Layer(f"block {n}", shapes, flops, kept, state, ALL_REDUCES) for n in range(layers)]
+    keys = {"key_bytes": 2.0 * state, "attention_flops": attention}
+    blocks = [Layer(f"block {n}", shapes, flops, kept, state, ALL_REDUCES, **keys) for n in range(layers)]
     embedding = Layer("embedding", ((vocabulary, dim), (context, dim)), 0.0, 8.0 * context, state)
     head = Layer(
         "head",

@@ -67,6 +67,8 @@ class Layer:
         output_bytes: what goes to the next layer, for one example.
         all_reduces: see `Block`.
         block: the name of the part of the model that a pipeline does not cut; "": the layer itself.
+        key_bytes: of the keys and values of attention, for one example.
+        attention_flops: of them, those of the products with keys and values.
     """
 
     name: str
@@ -76,10 +78,15 @@ class Layer:
     output_bytes: float = 0.0
     all_reduces: int = 0
     block: str = ""
+    key_bytes: float = 0.0
+    attention_flops: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("flops", "activation_bytes", "output_bytes", "all_reduces"):
+        numbers = ("flops", "activation_bytes", "output_bytes", "all_reduces", "key_bytes", "attention_flops")
+        for name in numbers:
             check_not_negative(f"layer {self.name}", name, getattr(self, name))
+        if self.attention_flops > self.flops:
+            raise InvalidArgument(f"layer {self.name}: attention_flops={self.attention_flops:g} of {self.flops:g}")
         for shape in self.shapes:
             if not all(isinstance(length, int) and length >= 0 for length in shape):
                 raise InvalidArgument(f"layer {self.name}: shape {shown(shape)}; expected numbers")
@@ -279,6 +286,7 @@ def blocks_of(
 
 def _block(name: str, batch: float, group: Sequence[tuple[Layer, float, float]]) -> Block:
     layers, forward, backward = zip(*group, strict=True)
+    flops = sum(layer.flops for layer in layers)
     return Block(
         name,
         tuple(shape for layer in layers for shape in layer.shapes),
@@ -287,6 +295,8 @@ def _block(name: str, batch: float, group: Sequence[tuple[Layer, float, float]])
         layers[-1].output_bytes * batch,
         sum(layer.activation_bytes for layer in layers) * batch,
         sum(layer.all_reduces for layer in layers),
+        key_bytes=sum(layer.key_bytes for layer in layers) * batch,
+        attention=sum(layer.attention_flops for layer in layers) / flops if flops else 0.0,
     )
 
 

@@ -42,7 +42,7 @@ class DividedModel:
     def cost(self, place: int) -> Iterator[Op]:
         """Yield what such a rank does in a step."""
         sizes = [each.sizes for each in self.stages]
-        return cost(self.schedule, self.shape, sizes, place, num_pipelines=self.grid.dp)
+        return cost(self.schedule, self.shape, sizes, place, num_pipelines=self.grid.replicas)
 
     def memory(self) -> Memory:
         """Return the memory of the rank that has most: as a rule a pipeline's first, by its activations."""
@@ -58,7 +58,7 @@ def divide(job: PlannedJob, layout: Parallel) -> DividedModel:
     if job.is_compressed():
         raise InvalidArgument(f"plan: {layout} with {job.compression}; expected no compression")
     grid = grid_of(job.cluster, layout)
-    number = layout.micro_batches_of(job.profile.batch * grid.tp * grid.pp)
+    number = layout.micro_batches_of(job.profile.batch * grid.sequences)
     stages = stages_of(job.profile, grid, layout, number, job.algorithm)
     shape = PipelineShape(layout.table.place(layout.num_stages, grid.pp), number)
     layout.table.check(shape)

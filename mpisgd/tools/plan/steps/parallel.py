@@ -1,6 +1,6 @@
-"""`Parallel`: tensor and pipeline parallelism beside data parallelism; `Grid`: which ranks do what in it.
+"""`Parallel`: tensor, context and pipeline parallelism beside data parallelism; `Grid`: which ranks do what in it.
 
-Ranks that send most are neighbours (`scripts/training/layout.py`): tp counts fastest, then dp, then pp. Eight
+Ranks that send most are neighbours (`scripts/training/layout.py`): tp counts fastest, then cp, dp, pp. Eight
 ranks of Parallel(tp=2, pp=2), and so dp = 2:
 
               pp 0                pp 1
@@ -10,7 +10,8 @@ ranks of Parallel(tp=2, pp=2), and so dp = 2:
 
 A rank's tp group shares the work of each block, its dp group means the gradients of the same parameters, and
 the rank of the same place at the next pp takes the activations. All groups of a kind send at the same time,
-so each has its share of what they use together, and is planned as a cluster of its own with that.
+so each has its share of what they use together, and is planned as a cluster of its own with that. Ranks of cp
+have parts of the same sequences, and so other parts of a batch: they mean gradients as those of dp do.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ MICRO_BATCHES = 4  # of each stage where no number is given: a bubble of a fifth
 
 @dataclass(frozen=True)
 class Parallel:
-    """Ranks along the axes tp and pp, and along dp as many as are left; of a model whose blocks are known.
+    """Ranks along the axes tp, cp and pp, and along dp as many as are left; of a model whose blocks are known.
 
     The batch is that of all ranks: what data parallelism alone would compute in a step.
 
@@ -43,6 +44,8 @@ class Parallel:
         micro_batches: of each pipeline and step; None: up to four times as many as stages.
         stages_per_rank: for "interleaved".
         recompute: whether activations are computed again in the backward pass.
+        cp: ranks of a ring, which have a part of each sequence (Liu and others 2023); without pp. They compute
+            the sequences of all of them, in `micro_batches` where that is given.
     """
 
     tp: int = 1
@@ -51,13 +54,16 @@ class Parallel:
     micro_batches: int | None = None
     stages_per_rank: int = 1
     recompute: bool = False
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "stages_per_rank"):
+        for name in ("tp", "pp", "stages_per_rank", "cp"):
             check_positive("Parallel", name, getattr(self, name), whole=True)
         if self.micro_batches is not None:
             check_positive("Parallel", "micro_batches", self.micro_batches, whole=True)
         check_flag("Parallel", "recompute", self.recompute)
+        if self.cp > 1 and self.pp > 1:
+            raise InvalidArgument(f"Parallel: cp={self.cp} with pp={self.pp}; expected cp beside dp and tp alone")
         if not self.table.flushes:
             raise InvalidArgument(
                 f"Parallel: schedule={shown(self.schedule)} ends no step with an empty pipeline; expected "
@@ -99,27 +105,34 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a cluster along dp, tp and pp.
+    """The ranks of a cluster along dp, cp, tp and pp.
 
     Attributes:
         cluster: all of them.
         tp: ranks that divide each block.
         pp: ranks of a pipeline.
+        cp: ranks of a ring.
     """
 
     cluster: Cluster
     tp: int
     pp: int
+    cp: int = 1
 
     @property
-    def dp(self) -> int:
-        """Pipelines."""
+    def replicas(self) -> int:
+        """Ranks that have the same parameters: those of dp and of cp."""
         return self.cluster.size // (self.tp * self.pp)
 
     @property
     def width(self) -> int:
         """Ranks at each place of the pipelines."""
-        return self.dp * self.tp
+        return self.replicas * self.tp
+
+    @property
+    def sequences(self) -> int:
+        """How many times the examples of a rank those of a pipeline are, or of the ranks of a ring."""
+        return self.tp * self.cp * self.pp
 
     @cached_property
     def tensor_group(self) -> Cluster:
@@ -130,11 +143,20 @@ class Grid:
     @cached_property
     def data_group(self) -> Cluster:
         """Ranks that have the same parameters."""
+        return self._alike(self.replicas)
+
+    @cached_property
+    def context_group(self) -> Cluster:
+        """Ranks of a ring."""
+        return self._alike(self.cp)
+
+    def _alike(self, number: int) -> Cluster:
+        """Return so many neighbours among the ranks that have the same parameters."""
         k = self.cluster.ranks_per_host
-        if self.width <= k:
-            return self.cluster.share(1, self.dp)
+        if number * self.tp <= k:
+            return self.cluster.share(1, number)
         here = max(1, k // self.tp)
-        return self.cluster.share(self.dp // here, here)
+        return self.cluster.share(number // here, here)
 
     def host_of(self, place: int) -> int:
         """Return the host of the first rank at a place of the pipelines."""
@@ -152,15 +174,18 @@ def grid_of(cluster: Cluster, layout: Parallel) -> Grid:
     Raises:
         InvalidArgument: there is no such number of ranks, or groups would lie across hosts unevenly.
     """
-    if cluster.size % (layout.tp * layout.pp):
-        raise InvalidArgument(f"plan: expected a multiple of tp x pp = {layout.tp * layout.pp} ranks")
-    if not lies_evenly(cluster, layout.tp, layout.pp):
-        raise InvalidArgument("plan: the ranks of tp, or of a stage, would be on some hosts in part")
-    return Grid(cluster, layout.tp, layout.pp)
+    each = layout.tp * layout.cp * layout.pp
+    if cluster.size % each:
+        axes = "tp x cp x pp" if layout.cp > 1 else "tp x pp"
+        raise InvalidArgument(f"plan: expected a multiple of {axes} = {each} ranks")
+    if not lies_evenly(cluster, layout.tp, layout.pp, layout.cp):
+        raise InvalidArgument("plan: the ranks of tp, of a ring or of a stage would be on some hosts in part")
+    return Grid(cluster, layout.tp, layout.pp, layout.cp)
 
 
-def lies_evenly(cluster: Cluster, tp: int, pp: int) -> bool:
+def lies_evenly(cluster: Cluster, tp: int, pp: int, cp: int = 1) -> bool:
     """Return whether the ranks can be divided so, and no group has more ranks on one host than on another."""
     size, k = cluster.size, cluster.ranks_per_host
     width = size // pp
-    return size % (tp * pp) == 0 and all(k % ranks == 0 or ranks % k == 0 for ranks in (tp, width))
+    groups = (tp, tp * cp, width)
+    return size % (tp * cp * pp) == 0 and all(k % ranks == 0 or ranks % k == 0 for ranks in groups)

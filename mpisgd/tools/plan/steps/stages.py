@@ -3,24 +3,31 @@
     stage 0: embedding, block 0, block 1 | stage 1: block 2, block 3 | ...      times as equal as can be
 
 With t ranks along tp, a block of f seconds for all examples of a pipeline takes f / t, and its all-reduces
-of the micro-batch's activations, which nothing hides (Shoeybi and others 2019).
+of the micro-batch's activations, which nothing hides (Shoeybi and others 2019). With c ranks along cp it takes
+f / c of the sequences of all c ranks, and what their keys and values take to pass all ranks, as far as it is not
+hidden: while a message is on its way, a rank computes with the one before, a c-th of its attention.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mpisgd.context.cost import RingCost
 from mpisgd.errors import InvalidArgument
 from mpisgd.pipeline.balance import balance
 from mpisgd.pipeline.cost import StageSizes
+from mpisgd.tools.plan.cluster import Cluster
 from mpisgd.tools.plan.models.blocks import Block
 from mpisgd.tools.plan.models.model import StepProfile
-from mpisgd.tools.plan.simulation.collectives import AUTO, cost_of, fastest
-from mpisgd.tools.plan.simulation.costs import Cost
+from mpisgd.tools.plan.simulation.collectives import AUTO, cost_of, cost_of_rounds, fastest
+from mpisgd.tools.plan.simulation.costs import Cost, Costs
+from mpisgd.tools.plan.simulation.messages import shift
 from mpisgd.tools.plan.steps.parallel import Grid, Parallel
 
-__all__ = ["PlannedStage", "stages_of", "sum_cost"]
+__all__ = ["PlannedStage", "message_cost", "stages_of", "sum_cost"]
+
+GRADIENT_BYTES = 4  # of an element of keys, at least
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,11 @@ def stages_of(
         raise InvalidArgument(f"plan: {layout.num_stages} stages of {len(blocks)} blocks")
     if layout.tp > 1 and not any(block.all_reduces for block in blocks):
         raise InvalidArgument(f"plan: {profile.name} has no block that tensor parallelism divides")
+    if layout.cp > 1 and not any(block.key_bytes for block in blocks):
+        raise InvalidArgument(f"plan: {profile.name} has no block whose keys are known; expected such as gpt()")
     share = grid.tp * grid.pp / num_micro_batches  # of a rank's batch, in a micro-batch
-    passes = [_Pass(block, grid, share, algorithm) for block in blocks]
+    wider = max(1.0, GRADIENT_BYTES / profile.gradients[0].itemsize)
+    passes = [_Pass(block, grid, share, algorithm, wider) for block in blocks]
     sizes = balance([each.forward_s + each.backward_s for each in passes], layout.num_stages)
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
     # `mpisgd.pipeline` keeps the inputs of stages, `train_text.py --checkpoint-activations` those of blocks.
@@ -76,25 +86,55 @@ class _Recompute(Enum):
 
 
 class _Pass:
-    """A micro-batch in a block."""
+    """A micro-batch in a block; gradients of keys are so many times `wider` than keys."""
 
-    def __init__(self, block: Block, grid: Grid, share: float, algorithm: str) -> None:
+    def __init__(self, block: Block, grid: Grid, share: float, algorithm: str, wider: float) -> None:
         self.output_bytes = block.output_bytes * share
         self.sums = (self.output_bytes,) * (block.all_reduces if grid.tp > 1 else 0)
         cost = sum_cost(grid, self.output_bytes, algorithm) if self.sums else Cost(0.0, 0.0)
         sums_s = len(self.sums) * cost.seconds(self.output_bytes)
         forward_s, backward_s = block.seconds_of(share, grid.tp)
+        self.rings = tuple(_rings(block, grid, share, wider))
+        for ring in self.rings:
+            forth_s, back_s = ring_seconds(grid, ring)
+            hides = block.attention / grid.cp
+            forward_s += _check_s(grid.context_group) + (grid.cp - 1) * max(0.0, forth_s - hides * forward_s)
+            backward_s += _check_s(grid.context_group) + (grid.cp - 1) * max(0.0, back_s - hides * backward_s)
         self.forward_s, self.backward_s = forward_s + sums_s, backward_s + sums_s
         self.numel = block.numel_of(grid.tp)
         self.activation_bytes = block.activations_of(grid.tp) * share
 
 
+def _rings(block: Block, grid: Grid, share: float, wider: float) -> Iterator[RingCost]:
+    """Yield the calls of attention of a block, taken as one, whose keys pass other ranks."""
+    if block.key_bytes and grid.cp > 1:
+        nbytes = block.key_bytes * share / (grid.tp if block.all_reduces else 1)
+        yield RingCost(grid.cp, nbytes, nbytes * wider)
+
+
+def message_cost(grid: Grid) -> tuple[Costs, dict[str, float]]:
+    """Return the time of a message to the next rank of a ring, which all send, and the bytes on links."""
+    group = grid.context_group
+    return cost_of_rounds(group, [shift(group.size, 1, 1.0)])
+
+
+def ring_seconds(grid: Grid, ring: RingCost) -> tuple[float, float]:
+    """Return what the messages take between two blocks of keys: forward, and backward with their gradients."""
+    cost, _ = message_cost(grid)
+    keys_s = cost.seconds(ring.nbytes)
+    return keys_s, keys_s + cost.seconds(ring.gradient_bytes)
+
+
+def _check_s(group: Cluster) -> float:
+    """Return what it takes that all ranks find that they do the same."""
+    return group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
+
+
 def sum_cost(grid: Grid, nbytes: float, algorithm: str) -> Cost:
     """Return the time of an all-reduce of activations, with the check that all ranks do the same."""
     group = grid.tensor_group
-    check = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
     cost = cost_of(group, fastest(group, nbytes, algorithm)).at(nbytes)
-    return Cost(cost.alpha_s + check, cost.beta_s_per_byte)
+    return Cost(cost.alpha_s + _check_s(group), cost.beta_s_per_byte)
 
 
 def _stage(
@@ -123,6 +163,8 @@ def _stage(
         tensor_ranks=tp,
         forward_sums=sums,
         backward_sums=sums * 2 if recompute else sums,
+        rings=tuple(itertools.chain.from_iterable(each.rings for each in passes)),
+        recomputes=recompute is not None,
     )
     return PlannedStage(
         forward_s=forward_s,

@@ -1,13 +1,13 @@
-"""A `Parallel` layout without a pipeline: what each rank of a tp group computes and sends.
+"""A `Parallel` layout without a pipeline: what each rank of a tp group, and of a ring, computes and sends.
 
-Its step is that of data parallelism over the dp group: fewer parameters, shorter passes, the all-reduces of
-activations in them.
+Its step is that of data parallelism over the ranks that have the same parameters: fewer of these, shorter passes,
+in them the all-reduces of activations, and what attention waits for keys of other ranks.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mpisgd.methods.cost_kit import TENSOR, Collective
+from mpisgd.methods.cost_kit import CONTEXT, TENSOR, Collective
 from mpisgd.methods.costs import cost_of
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.methods.wire_bytes import sent_bytes
@@ -19,7 +19,7 @@ from mpisgd.tools.plan.steps.layout import DividedModel, divide
 from mpisgd.tools.plan.steps.parallel import Parallel
 from mpisgd.tools.plan.steps.pipeline_step import plan_pipeline
 from mpisgd.tools.plan.steps.planned_step import PlannedStep
-from mpisgd.tools.plan.steps.stages import sum_cost
+from mpisgd.tools.plan.steps.stages import message_cost, sum_cost
 from mpisgd.tools.plan.steps.step_time import plan_step
 
 __all__ = ["plan_layout"]
@@ -35,14 +35,20 @@ def plan_layout(job: PlannedJob, layout: Parallel) -> PlannedStep:
         return plan_pipeline(job, layout)
     model = divide(job, layout)
     found = plan_step(job_of_stage(job, model), cost_of(Synchronous()))
-    sums = [op for op in model.cost(0) if isinstance(op, Collective) and op.group == TENSOR]
-    costs = [(sum_cost(model.grid, op.nbytes, job.algorithm), op.nbytes) for op in sums]
+    inside = [op for op in model.cost(0) if isinstance(op, Collective) and op.group in (TENSOR, CONTEXT)]
+    sums = [op.nbytes for op in inside if op.group == TENSOR]
+    messages = [op.nbytes / op.num_ranks for op in inside if op.group == CONTEXT]
+    costs = [(sum_cost(model.grid, nbytes, job.algorithm), nbytes) for nbytes in sums]
+    rounds = model.grid.cp - 1
+    around = [(message_cost(model.grid)[0].at(nbytes), nbytes) for nbytes in messages] * rounds
+    sent = sent_bytes(inside, job.world)
+    traffic = add_traffic(found.traffic, model, sum(sums), job.algorithm)
     return replace(
         found,
-        communication_s=found.communication_s + sum(cost.seconds(nbytes) for cost, nbytes in costs),
-        alpha_s=found.alpha_s + sum(cost.alpha_s for cost, _ in costs),
-        sent_bytes=found.sent_bytes + sent_bytes(sums, job.world).get(TENSOR, 0.0),
-        traffic=add_traffic(found.traffic, model, sum(op.nbytes for op in sums), job.algorithm),
+        communication_s=found.communication_s + sum(cost.seconds(nbytes) for cost, nbytes in costs + around),
+        alpha_s=found.alpha_s + sum(cost.alpha_s for cost, _ in costs + around),
+        sent_bytes=found.sent_bytes + sent.get(TENSOR, 0.0) + sent.get(CONTEXT, 0.0),
+        traffic=_with_rings(traffic, model, rounds * sum(messages)),
     )
 
 
@@ -98,4 +104,12 @@ def add_traffic(
     if tensor.size > 1 and nbytes:
         for level, most in busiest_bytes(tensor, fastest(tensor, nbytes, algorithm)).items():
             found[level] = found.get(level, 0.0) + most * nbytes * grid.cluster.sharers(tensor, level)
+    return found
+
+
+def _with_rings(traffic: Mapping[str, float], model: DividedModel, nbytes: float) -> dict[str, float]:
+    """Return the same with what each rank sends to the next one of its ring."""
+    grid, found = model.grid, dict(traffic)
+    for level, most in message_cost(grid)[1].items() if nbytes else ():
+        found[level] = found.get(level, 0.0) + most * nbytes * grid.cluster.sharers(grid.context_group, level)
     return found
