@@ -20,12 +20,12 @@ from mpisgd.threads.wait_registry import WaitReason, waiting_for
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.device.nccl_options import describe, disagreement
 from mpisgd.transport.device.transport import can_be_split, split_from
-from mpisgd.transport.messages.dissemination import Dissemination
+from mpisgd.transport.messages.rendezvous import NUM_TAGS, Rendezvous
 
 __all__ = ["close_group", "leave_group", "new_group", "open_group", "open_host_group", "open_leader_group"]
 
 # The world's messages before the first operation of a group: above all tags of its own operations.
-FIRST_TAG, MAX_ROUNDS = 1024, 32
+FIRST_TAG = 1024
 
 
 def new_group(
@@ -162,16 +162,20 @@ def _wait_for_members(
 ) -> None:
     """Return when all members are about to make the group: a wait for them inside MPI has no timeout."""
     ordered = sorted(members)
-    room = (communicator.tag_limit - FIRST_TAG) // MAX_ROUNDS
+    room = (communicator.tag_limit - FIRST_TAG) // NUM_TAGS
     place = _checksum([*ordered, attempt] if attempt else ordered) % room
-    rendezvous = Dissemination(communicator, ordered, tag=FIRST_TAG + place * MAX_ROUNDS)
     order = _checksum(members)
-    rendezvous.start(order, order)
+    rendezvous = Rendezvous(communicator, ordered, FIRST_TAG + place * NUM_TAGS, order)
     called = f"{attempt}, ranks={list(members)}" if attempt else f"new_group(ranks={list(members)})"
     text = f"{called}, group '{name}'"
     reason = WaitReason(f"{attempt or 'new_group'} of {ordered}", members=tuple(ordered))
+
+    def have_come() -> bool:
+        return Backoff(timeout_s).wait_for(rendezvous.advance, about=lambda: reason)
+
     try:
-        if not Backoff(timeout_s).wait_for(rendezvous.advance, about=lambda: reason):
+        # Once all have come some may have gone on already: they are not given up at the last moment.
+        if not have_come() and not (rendezvous.all_have_come and have_come()):
             missing = rendezvous.missing()
             raise CollectiveTimeout(
                 f"{text}: waited {timeout_s:.1f} s for {missing}; every member must call it"

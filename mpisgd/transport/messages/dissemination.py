@@ -55,6 +55,11 @@ class Dissemination:
             self._next_round()
         return self._round is None
 
+    def finish(self, high: int) -> None:
+        """Wait for nobody any more: send what is left, so that others hear of `high`. What comes is not read."""
+        for each in self._ahead:
+            each.start(self._low, max(self._high, high))
+
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest."""
         return self._low, self._high

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
+from mpisgd.job.groups import close_group, open_group
+from mpisgd.job.lifecycle import current_job
 
 COLLECTIVES = {
     "all_reduce": lambda g: mpisgd.all_reduce(torch.zeros(1), group=g),
@@ -154,3 +158,28 @@ def test_init_with_another_communicator_is_refused():
 def test_arguments_of_init_are_checked(arguments):
     with raises_everywhere(mpisgd.InvalidArgument):
         mpisgd.init(**arguments)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_what_ranks_have_sent_in_an_attempt_that_failed_is_no_part_of_another(comes_late):
+    """One rank fails before the attempt, or begins when the others have given up, and gives up then, too."""
+    is_absent = mpisgd.rank() == mpisgd.size() - 1
+
+    def attempt(timeout_s: float) -> mpisgd.Group:
+        return open_group(current_job(), range(mpisgd.size()), name="again", timeout_s=timeout_s)
+
+    def fails() -> bool:
+        with contextlib.suppress(mpisgd.CollectiveTimeout):
+            attempt(0.3)
+            return False
+        return True
+
+    for _ in range(2):
+        everyone(is_absent or fails(), "made a group without its last rank")
+        everyone(not (comes_late and is_absent) or fails(), "made a group alone")
+    group = attempt(30.0)
+    x = torch.ones(1)
+    mpisgd.all_reduce(x, group=group)
+    close_group(group)
+    everyone(x.item() == mpisgd.size())
