@@ -69,6 +69,7 @@ def run(args: argparse.Namespace, *options: str) -> dict[str, Any]:
     return {
         "steps": steps,
         "steps_per_s_of_a_learner": steps / there_s,
+        "waited": sum(line["waited_s"] for line in latest.values()) / there_s,
         "longest_wait_s": max(line["longest_wait_s"] for line in latest.values()),
         "outer_steps": first["outer_steps"],
         "outer_steps_without_some": first["outer_steps_without_some"],
@@ -119,14 +120,14 @@ def learn(args: argparse.Namespace) -> None:
         return torch.nn.functional.cross_entropy(model(inputs), labels)
 
     def tell(steps: int, **more: Any) -> None:
-        line = {"learner": rank, "steps": steps, "longest_wait_s": longest_s, **more}
+        line = {"learner": rank, "steps": steps, "longest_wait_s": longest_s, "waited_s": waited_s, **more}
         there_s = time.monotonic() - started_s - stopped_s
         print(json.dumps({**line, "there_s": there_s}), flush=True)
 
     mine = sorted((f for f in faults_of(args) if f.learner == rank), key=lambda each: each.at_s)
     mpisgd.barrier()
     draw = torch.Generator().manual_seed(1 + rank)
-    started_s, stopped_s, longest_s, step = time.monotonic(), 0.0, 0.0, 0
+    started_s, stopped_s, longest_s, waited_s, step = time.monotonic(), 0.0, 0.0, 0.0, 0
     while step < args.steps if args.steps else time.monotonic() - started_s < args.seconds:
         if mine and time.monotonic() - started_s >= mine[0].at_s:
             fault = mine.pop(0)
@@ -144,8 +145,9 @@ def learn(args: argparse.Namespace) -> None:
         time.sleep(max(0.0, STEP_S - (time.monotonic() - began_s)))
         began_s = time.monotonic()
         optimizer.step()
-        longest_s = max(longest_s, (time.monotonic() - began_s) * (step > 0))
-        step += 1
+        took_s, step = time.monotonic() - began_s, step + 1
+        longest_s = max(longest_s, took_s * (step > 1))
+        waited_s += took_s * (step % SYNC_EVERY == 0)
     trained_s = time.monotonic()
     optimizer.synchronizer.finish()
     started_s += time.monotonic() - trained_s  # the wait at the end is nobody's training

@@ -19,6 +19,9 @@ import mpisgd
 import mpisgd.checkpoint
 from mpisgd import DiLoCo
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, PeerLost
+from mpisgd.methods.diloco.outer import OuterOptimizer
+from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds, Rule
+from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.job.threads_as_ranks import LOST, lose_ranks, run_ranks
 from mpisgd.threads import scheduling
 
@@ -124,6 +127,32 @@ def test_nobody_waits_longer_than_the_grace_for_one_that_is_not_there():
     longest = [max(each) for each in took]
     assert 0.5 <= max(longest) < 0.6, longest
     assert longest[1] < 0.1, longest  # which comes late to a round of others, and goes on at once
+
+
+def test_one_that_is_not_there_is_waited_for_once():
+    """Not in each outer step; and again from the one on in which it has come."""
+    took = stops(DiLoCo(2, quorum=2, grace_s=0.5), stopped=1, at=5, pause_s=30.0)
+    assert 0.5 <= sum(took[0]) < 0.7, took[0]
+    again = stops(DiLoCo(2, quorum=2, grace_s=0.5), stopped=1, at=5, pause_s=0.7, steps=30)
+    assert sum(again[0]) < 0.7, again[0]
+    rule = Rule(quorum=2, grace_s=1.0, by_examples=False)
+    copy = FlatCopy([torch.zeros(1)])
+    outer = OuterOptimizer(DiLoCo(1)._outer_choice, {"x": torch.zeros(1)}, {}, {})
+    rounds = Rounds(rule, ["x"], copy.new_like(), outer)
+
+    def come(*learners: int) -> bool:
+        for learner in learners:
+            rounds.pending.append(Contribution(learner, 1, 1, False, copy.new_like()))
+        return rounds.is_over({0, 1, 2}, 0.0)
+
+    assert not come(0, 1)  # for 2, which is not there
+    assert rounds.is_over({0, 1, 2}, 1.0)
+    rounds.step()
+    assert not come(2)  # late, and of this round: no quorum yet
+    assert not come(0)  # 1 was there
+    assert come(1)
+    rounds.step()
+    assert not come(0, 1)  # 2 has come again
 
 
 def test_who_has_finished_is_told_which_learner_does_nothing():

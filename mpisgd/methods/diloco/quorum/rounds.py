@@ -1,7 +1,9 @@
 """`Rounds`: outer steps with those learners that have arrived.
 
 z: the outer parameters; x[m]: the parameters of learner m after s[m] steps of t[m] examples. A round is over
-when the quorum is there and the grace after it has passed, or when nobody is left to wait for:
+when the quorum is there and the grace after it has passed, or when nobody is left to wait for. Who has brought
+nothing to the round before is not waited for: a learner that is stopped takes the others the grace once, and not
+in each round.
 
     w[m] <- t[m]^2 / s[m]                    or 1, with weights="equal"
     z    <- OuterOptimizer(z, sum of w[m] (z - x[m]) / sum of w[m])
@@ -75,6 +77,8 @@ class Rounds:
         self.version = 0
         self.pending: list[Contribution] = []
         self._there_since_s: float | None = None
+        self._training: Set[int] = frozenset()
+        self._missing: Set[int] = frozenset()  # in the round before
 
     def is_over(self, training: Set[int], now_s: float) -> bool:
         """Return whether an outer step is due.
@@ -88,7 +92,8 @@ class Rounds:
             return False
         if self._there_since_s is None:
             self._there_since_s = now_s
-        return training <= arrived or now_s - self._there_since_s >= self._rule.grace_s
+        self._training = training
+        return training - self._missing <= arrived or now_s - self._there_since_s >= self._rule.grace_s
 
     @property
     def is_mixed(self) -> bool:
@@ -109,6 +114,7 @@ class Rounds:
         self.outer.step(dict(zip(self._keys, first.tensors[:count], strict=True)))
         for buffer, mean in zip(self.newest.tensors[count:], first.tensors[count:], strict=True):
             buffer.copy_(mean)
+        self._missing = self._training - {each.learner for each in arrived}
         self.version, self.pending, self._there_since_s = self.version + 1, [], None
         return tuple(each.learner for each in arrived)
 
