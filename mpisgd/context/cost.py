@@ -1,8 +1,7 @@
 """What a call of attention over a ring takes: see `mpisgd.methods.cost_kit`, and ring_attention.py for why.
 
-n ranks with K bytes of keys and values each. Each rank sends these n - 1 times forward; backward once more, and
-behind them their gradients. While messages are computed with, others come: so each is in memory twice, from
-three ranks on.
+n ranks. Each sends keys and values n - 1 times forward, and as often backward, there with their gradients
+behind them. While messages are computed with, others come: so each is in memory twice, from three ranks on.
 """
 
 from collections.abc import Iterator
@@ -37,7 +36,9 @@ class RingCost:
         yield Alloc("buffers", kept)
         yield from self._around(self.nbytes)
         if self.num_ranks > 1:
-            yield Collective("rotate", self.num_ranks * self.gradient_bytes, CONTEXT, num_ranks=self.num_ranks)
+            yield Collective(
+                "rotate", self.num_ranks * self.gradient_bytes, CONTEXT, num_ranks=self.num_ranks
+            )
         yield Free("buffers", kept)
 
     def _around(self, nbytes: float) -> Iterator[Op]:

@@ -71,8 +71,8 @@ __all__ = [
 ]
 
 ALL, HOST, LEADERS = "all", "host", "leaders"  # groups: all ranks; those of a host; the first of each host
-# Of layouts: ranks that divide the tensors of the same layers; those that have the same parameters; those that
-# have parts of the same sequences.
+# Of layouts: ranks that divide the tensors of the same layers; those that have the same parameters; those of
+# which each has a part of the same sequences.
 TENSOR, REPLICAS, CONTEXT = "tensor", "replicas", "context"
 
 
@@ -154,8 +154,8 @@ class Collective(Op):
         kind: "all_reduce", "reduce_scatter", "all_gather", "all_to_all"; "exchange" with neighbours; "pairs":
             likewise, in the background and at the most; "access": of memory that all ranks hold a part of; or
             "rotate": each rank's part passes all others in a ring, while these compute.
-        nbytes: of what it is about: all_gather, rotate: of what everyone has in the end; all_to_all: of what a rank
-            has for all; exchange: of a message.
+        nbytes: of what it is about: all_gather, rotate: of what everyone has in the end; all_to_all: of what
+            a rank has for all; exchange: of a message.
         group: who.
         itemsize: of what is added up; 0: nothing is.
         key: for a `Wait` in another step.

@@ -1,7 +1,8 @@
 """`sent_bytes`: what a rank sends, on average over the ranks, by the operations of a cost.
 
 Of n bytes an all-reduce among p ranks sends 2 (p - 1) / p n from each, a reduce-scatter, an all-gather, an
-all-to-all and a rotation half of that: the least by any algorithm. Headers, and what the checks send, are left out.
+all-to-all and a rotation half of that: the least by any algorithm. Headers, and what the checks send, are not
+counted.
 """
 
 from collections.abc import Iterable

@@ -134,9 +134,13 @@ def main(
     out: Annotated[Path, typer.Argument(help="the file of benchmarks/")],
     before: Annotated[str, typer.Option(help="what stood before `python`, such as 'mpirun -n 2'")] = "",
     title: Annotated[str, typer.Option(help="of the file; without: the kind of the record")] = "",
+    note: Annotated[str, typer.Option(help="besides those of the record")] = "",
 ) -> None:
     """Make a table of a record."""
-    out.write_text(measurement(json.loads(record.read_text()), title, before).text)
+    found = json.loads(record.read_text())
+    if note:
+        found["notes"] = [*found.get("notes", ()), note]
+    out.write_text(measurement(found, title, before).text)
 
 
 if __name__ == "__main__":

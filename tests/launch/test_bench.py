@@ -66,7 +66,7 @@ def test_strategies_are_compared_by_accuracy_time_and_bytes(tmp_path):
 
 
 def test_strategies_are_compared_by_the_loss_on_text_and_keep_what_they_have(tmp_path):
-    adam = ["Synchronous", "LocalSGD(2)", "Synchronous with OneBitAdam(lr=0.003, freeze_step=2)"]
+    adam = ["Sharded(2)", "LocalSGD(2)", "Synchronous with OneBitAdam(lr=0.003, freeze_step=2)"]
     sgd = [f"{name} with SGD(lr=0.3)" for name in ("Synchronous", "Synchronous + DeepGradient(ratio=0.1)")]
     server = "ParameterServer('ssp', staleness_steps=1)"
     table = tmp_path / "table.txt"
@@ -77,6 +77,12 @@ def test_strategies_are_compared_by_the_loss_on_text_and_keep_what_they_have(tmp
     assert {row["section"] for row in rows.values()} == {"text", "text, SGD"}
     assert [rows[name]["section"] for name in (*adam, *sgd)] == ["text"] * 3 + ["text, SGD"] * 2
     assert [name for name, row in rows.items() if row["loss_ratio"] == 1] == [adam[0], sgd[0]]
+    assert all(
+        row["loss_ratio_max"] == max(row["finals"]) / rows[adam[0]]["loss"]
+        for row in rows.values()
+        if row["section"] == "text"
+    )
+    assert all(row["bytes_ratio"] is None for row in rows.values())  # one host: nothing passes a link
     for row in rows.values():
         assert 0 < row["loss"] < 6  # log(256) is 5.5
         assert [point[3] for point in row["curve"]] == [4, 8]

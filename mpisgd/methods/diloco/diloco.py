@@ -79,10 +79,12 @@ class DiLoCo(Strategy):
             the outer step; 0 discards the steps.
         quorum: learners that an outer step needs, or "all": each rank is a learner then, and trains at its
             own pace. An outer step is taken with those that have arrived, as soon as the quorum is there and
-            `grace_s` after it is over, or all have come. One that arrives later takes part in the next one,
-            and goes on from the newest outer parameters without waiting. A change is that from the outer
-            parameters of the step to the learner's (Decoupled DiLoCo, arXiv 2604.21428). After its last step
-            a learner calls `optimizer.synchronizer.finish()`. None: all ranks together, in step.
+            `grace_s` after it is over, or all have come; a learner without a part in the outer step before is
+            not waited for. One that arrives later takes part in the next one, and goes on from the newest
+            outer parameters without waiting; the others wait for it, `grace_s` at most in each outer step,
+            until it is in step with them again. A change is that from the outer parameters of the step to the
+            learner's (Decoupled DiLoCo, arXiv 2604.21428). After its last step a learner calls
+            `optimizer.synchronizer.finish()`. None: all ranks together, in step.
         grace_s: with `quorum`, how many seconds learners wait for others once the quorum is there; 10 by
             default.
         weights: with `quorum`, what a change counts: "tokens": examples^2 / steps, with the examples that

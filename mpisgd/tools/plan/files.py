@@ -291,8 +291,8 @@ def read_model(path: Path) -> Model:
 
     Of a layer: `name`, `shapes` or `parameters` (how many), `flops` of one example forward, `activations`
     and `outputs` (bytes of one example), `all_reduces` (see `Block`), `keys` (bytes of the keys and values of
-    its attention, of one example) with `attention_flops` (those of `flops` that compute with them), and `repeat`.
-    Each is a block.
+    its attention, of one example) with `attention_flops` (those of `flops` that compute with them), and
+    `repeat`. Each is a block.
 
     Raises:
         InvalidArgument: see `read_cluster`.

@@ -56,7 +56,7 @@ class Dissemination:
         return self._round is None
 
     def finish(self, high: int) -> None:
-        """Wait for nobody any more: send what is left, so that others hear of `high`. What comes is not read."""
+        """Wait for nobody any more: send what is left, so that others hear of `high`; read nothing."""
         for each in self._ahead:
             each.start(self._low, max(self._high, high))
 

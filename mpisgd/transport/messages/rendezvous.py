@@ -1,8 +1,8 @@
 """`Rendezvous`: all of some ranks go on together, or none does; who has given up can come again.
 
-What a rank has sent cannot be taken back: others who come later would find it, and believe that the rank is still
-there. So there are two exchanges. In the second everybody knows that all have come, and so goes on. Who gives up
-before ends both in the sight of the others: it sends the messages that are left, with word that it is gone.
+What a rank has sent cannot be taken back: others who come later would find it, and believe that the rank is
+still there. So there are two exchanges. Who is in the second knows that all have come, and gives up no more.
+Who gives up before sends all messages of both that are left, with word that it is gone.
 
     rank 0   here ...... gone          here    all here   ->
     rank 1             here  gone      here    all here   ->
@@ -49,7 +49,7 @@ class Rendezvous:
 
     @property
     def all_have_come(self) -> bool:
-        """Whether nobody can be missing, and all that is left are messages of ranks that are about to come."""
+        """Whether all have come, some of which may have given up since."""
         return self._now is self._second
 
     def advance(self) -> bool:

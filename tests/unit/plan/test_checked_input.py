@@ -86,7 +86,17 @@ def test_junk_in_a_cluster_file_is_named_in_one_line(tmp_path, where, key):
     assert len(said) >= 7
 
 
-MODEL_KEYS = ("shapes", "parameters", "flops", "activations", "outputs", "all_reduces", "keys", "attention_flops", "repeat")
+MODEL_KEYS = (
+    "shapes",
+    "parameters",
+    "flops",
+    "activations",
+    "outputs",
+    "all_reduces",
+    "keys",
+    "attention_flops",
+    "repeat",
+)
 
 
 @pytest.mark.parametrize("key", MODEL_KEYS)

@@ -215,7 +215,7 @@ KEYS = 40.0  # bytes of a block's keys and values, of a rank's batch
 
 
 def test_context_parallelism_by_hand():
-    """Keys pass the other ranks forward, keys and their gradients backward; a third of each pass hides them."""
+    """Keys pass the other ranks forward, keys and gradients backward; a third of each pass hides them."""
     found = planned("Parallel(cp=3)", hosts(3), step(2, key_bytes=KEYS, attention=0.3))
     message_s, check_s = ALPHA + KEYS / RATE, ALPHA
     alone = planned("Synchronous", hosts(3), step(2))
@@ -236,7 +236,7 @@ def test_what_attention_does_not_hide_takes_time():
 
 
 def test_a_ring_in_micro_batches_keeps_a_part_of_the_activations():
-    """Four ranks: a sequence after the other, a quarter of it each; and two messages, and two of gradients."""
+    """Four ranks: one sequence after another, a quarter each; and two messages, and two of gradients."""
     profile = step(2, batch=1, key_bytes=KEYS)
     whole = planned("Parallel(cp=4)", quick(4), profile).memory
     parts = planned("Parallel(cp=4, micro_batches=4)", quick(4), profile).memory

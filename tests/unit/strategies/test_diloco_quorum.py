@@ -19,9 +19,7 @@ import mpisgd
 import mpisgd.checkpoint
 from mpisgd import DiLoCo
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, PeerLost
-from mpisgd.methods.diloco.outer import OuterOptimizer
-from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds, Rule
-from mpisgd.methods.strategy.flat_copy import FlatCopy
+from mpisgd.event_log import EventLog
 from mpisgd.job.threads_as_ranks import LOST, lose_ranks, run_ranks
 from mpisgd.threads import scheduling
 
@@ -129,30 +127,40 @@ def test_nobody_waits_longer_than_the_grace_for_one_that_is_not_there():
     assert longest[1] < 0.1, longest  # which comes late to a round of others, and goes on at once
 
 
-def test_one_that_is_not_there_is_waited_for_once():
-    """Not in each outer step; and again from the one on in which it has come."""
-    took = stops(DiLoCo(2, quorum=2, grace_s=0.5), stopped=1, at=5, pause_s=30.0)
-    assert 0.5 <= sum(took[0]) < 0.7, took[0]
-    again = stops(DiLoCo(2, quorum=2, grace_s=0.5), stopped=1, at=5, pause_s=0.7, steps=30)
-    assert sum(again[0]) < 0.7, again[0]
-    rule = Rule(quorum=2, grace_s=1.0, by_examples=False)
-    copy = FlatCopy([torch.zeros(1)])
-    outer = OuterOptimizer(DiLoCo(1)._outer_choice, {"x": torch.zeros(1)}, {}, {})
-    rounds = Rounds(rule, ["x"], copy.new_like(), outer)
+def waits(pause_s: float, steps: int) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Return what learner 0 waits for each outer step, and whose these are; learner 1 pauses in the second."""
 
-    def come(*learners: int) -> bool:
-        for learner in learners:
-            rounds.pending.append(Contribution(learner, 1, 1, False, copy.new_like()))
-        return rounds.is_over({0, 1, 2}, 0.0)
+    def train() -> Any:
+        took, params = [], PROGRAM.start()
+        optimizer: Any = mpisgd.DistributedOptimizer(
+            sgd(list(params.values())), strategy=DiLoCo(10, quorum=2, grace_s=0.5)
+        )
+        optimizer.synchronizer.outer_events = EventLog()
+        for step in range(steps):
+            scheduling.sleep(0.2 + pause_s * ((mpisgd.rank(), step) == (1, 15)))
+            PROGRAM.loss(params, 0, PROGRAM.terms(mpisgd.rank(), step)[0]).backward()
+            began_s = scheduling.now_s()
+            optimizer.step()
+            took.append(round(scheduling.now_s() - began_s, 1))
+        optimizer.synchronizer.finish()
+        return took[9::10], [entry.ranks for entry in optimizer.synchronizer.outer_events.entries]
 
-    assert not come(0, 1)  # for 2, which is not there
-    assert rounds.is_over({0, 1, 2}, 1.0)
-    rounds.step()
-    assert not come(2)  # late, and of this round: no quorum yet
-    assert not come(0)  # 1 was there
-    assert come(1)
-    rounds.step()
-    assert not come(0, 1)  # 2 has come again
+    return run_ranks(3, train, seed=2)[0]
+
+
+def test_one_that_is_stopped_is_waited_for_once():
+    took, whose = waits(pause_s=30.0, steps=100)
+    assert took == [0.0, 0.5] + [0.0] * 8
+    assert whose[1:10] == [(0, 2)] * 9
+
+
+@pytest.mark.parametrize(("pause_s", "each"), [(0.7, [0.2]), (1.3, [0.5, 0.3]), (2.9, [0.4])])
+def test_one_that_goes_on_comes_to_be_in_step_with_the_others(pause_s, each):
+    """They wait until it is, the grace at most in each outer step, so that its changes are from the newest."""
+    took, whose = waits(pause_s, steps=110)
+    assert took[:2] == [0.0, 0.5]
+    assert [wait for wait in took[2:] if wait] == each
+    assert whose[-3:] == [(0, 1, 2)] * 3 or whose[-4:] == [(0, 1, 2)] * 3 + [(1,)]  # which ends later
 
 
 def test_who_has_finished_is_told_which_learner_does_nothing():

@@ -58,8 +58,8 @@ class _State:
         steps: that it has taken since.
         examples: that these were of.
         counted: how many of the steps had a number of examples.
-        outer: on the first rank, what `Rounds` has: "version", "kind", "newest", "entries", "options" and
-            "pending"; {} elsewhere.
+        outer: on the first rank, what `Rounds` has: "version", "kind", "newest", "entries", "options",
+            "pending" and "missing"; {} elsewhere.
     """
 
     version: int = own(0, lost=REBUILD)
@@ -156,12 +156,19 @@ class QuorumSynchronizer(LocalSynchronizer):
         )
         rounds = Rounds(pace.rule, keys, newest, outer)
         if saved:
-            rounds.version = saved["version"]
+            rounds.version, rounds.missing = saved["version"], frozenset(saved.get("missing", ()))
             for each in saved["pending"]:
                 copy = form.new_like()
                 copy.load(each["parameters"])
                 rounds.pending.append(
-                    Contribution(each["learner"], each["steps"], each["examples"], each["is_counted"], copy)
+                    Contribution(
+                        each["learner"],
+                        each["steps"],
+                        each["examples"],
+                        each["is_counted"],
+                        each.get("is_late", False),
+                        copy,
+                    )
                 )
         return rounds
 
@@ -336,6 +343,7 @@ class QuorumSynchronizer(LocalSynchronizer):
                     for key, entry in rounds.outer.entries.items()
                 },
                 "options": rounds.outer.options,
+                "missing": sorted(rounds.missing),
                 "pending": [
                     {**each._asdict(), "parameters": [t.clone() for t in each.copy.tensors]}
                     for each in rounds.pending

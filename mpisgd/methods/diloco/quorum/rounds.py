@@ -1,9 +1,11 @@
 """`Rounds`: outer steps with those learners that have arrived.
 
 z: the outer parameters; x[m]: the parameters of learner m after s[m] steps of t[m] examples. A round is over
-when the quorum is there and the grace after it has passed, or when nobody is left to wait for. Who has brought
-nothing to the round before is not waited for: a learner that is stopped takes the others the grace once, and not
-in each round.
+when the quorum is there and the grace after it has passed, or when nobody is left to wait for:
+
+    who has brought nothing to the round before      is not: what is stopped takes the others the grace once
+    who has brought what it began a round earlier    is: it trains again, and with the grace of some rounds
+                                                     comes to be in step with the others
 
     w[m] <- t[m]^2 / s[m]                    or 1, with weights="equal"
     z    <- OuterOptimizer(z, sum of w[m] (z - x[m]) / sum of w[m])
@@ -45,6 +47,7 @@ class Contribution(NamedTuple):
         steps: that it took.
         examples: that these were of; steps where nobody has said how many.
         is_counted: whether somebody has.
+        is_late: whether it began from older outer parameters, and trains again by now.
         copy: its parameters and buffers; overwritten when the round is over.
     """
 
@@ -52,6 +55,7 @@ class Contribution(NamedTuple):
     steps: int
     examples: int
     is_counted: bool
+    is_late: bool
     copy: FlatCopy
 
 
@@ -69,6 +73,7 @@ class Rounds:
         outer: as given.
         version: how many outer steps there were.
         pending: what has arrived since, in the order of arrival.
+        missing: who had nothing in the last outer step.
     """
 
     def __init__(self, rule: Rule, keys: Sequence[str], newest: FlatCopy, outer: OuterOptimizer) -> None:
@@ -78,7 +83,7 @@ class Rounds:
         self.pending: list[Contribution] = []
         self._there_since_s: float | None = None
         self._training: Set[int] = frozenset()
-        self._missing: Set[int] = frozenset()  # in the round before
+        self.missing: Set[int] = frozenset()
 
     def is_over(self, training: Set[int], now_s: float) -> bool:
         """Return whether an outer step is due.
@@ -88,12 +93,13 @@ class Rounds:
             now_s: the time.
         """
         arrived = {each.learner for each in self.pending}
-        if not arrived or len(arrived) < min(self._rule.quorum, len(arrived | training)):
+        waiting = {each.learner for each in self.pending if not each.is_late}
+        if not arrived or (training and not waiting) or len(arrived) < min(self._rule.quorum, len(arrived | training)):
             return False
         if self._there_since_s is None:
             self._there_since_s = now_s
         self._training = training
-        return training - self._missing <= arrived or now_s - self._there_since_s >= self._rule.grace_s
+        return training - self.missing <= waiting or now_s - self._there_since_s >= self._rule.grace_s
 
     @property
     def is_mixed(self) -> bool:
@@ -114,7 +120,7 @@ class Rounds:
         self.outer.step(dict(zip(self._keys, first.tensors[:count], strict=True)))
         for buffer, mean in zip(self.newest.tensors[count:], first.tensors[count:], strict=True):
             buffer.copy_(mean)
-        self._missing = self._training - {each.learner for each in arrived}
+        self.missing = self._training - {each.learner for each in arrived}
         self.version, self.pending, self._there_since_s = self.version + 1, [], None
         return tuple(each.learner for each in arrived)
 

@@ -235,12 +235,13 @@ class Syncer:
         """Note parameters that have come. One from older outer parameters gets the newest ones at once."""
         said = Said(*learner.said.tolist())
         with self.lock:
+            is_late, is_counted = said.base < self.rounds.version, bool(said.is_counted)
             self.rounds.pending.append(
-                Contribution(learner.rank, said.steps, said.examples, bool(said.is_counted), copy)
+                Contribution(learner.rank, said.steps, said.examples, is_counted, is_late, copy)
             )
             learner.num_entered += 1
             learner.entered, learner.waits = self._next_number(), True
-            if said.base < self.rounds.version and not self.rounds.is_mixed:
+            if is_late and not self.rounds.is_mixed:
                 self._answer(learner, TAKE)
         self._listen(learner)
 

@@ -8,6 +8,8 @@ Model Training on GPU Clusters Using Megatron-LM", without biases):
     kept for the backward pass of a block  18 s d elements and the norms' statistics
 """
 
+from dataclasses import replace
+
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.from_text import call_of
@@ -56,8 +58,8 @@ def gpt(
     attention = 4.0 * context**2 * dim
     flops = 24.0 * context * dim**2 + attention
     kept = BLOCK_ELEMENTS * state + 2 * STATISTICS * context
-    keys = {"key_bytes": 2.0 * state, "attention_flops": attention}
-    blocks = [Layer(f"block {n}", shapes, flops, kept, state, ALL_REDUCES, **keys) for n in range(layers)]
+    block = Layer("", shapes, flops, kept, state, ALL_REDUCES, "", 2.0 * state, attention)
+    blocks = [replace(block, name=f"block {n}") for n in range(layers)]
     embedding = Layer("embedding", ((vocabulary, dim), (context, dim)), 0.0, 8.0 * context, state)
     head = Layer(
         "head",

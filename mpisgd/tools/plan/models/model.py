@@ -86,7 +86,9 @@ class Layer:
         for name in numbers:
             check_not_negative(f"layer {self.name}", name, getattr(self, name))
         if self.attention_flops > self.flops:
-            raise InvalidArgument(f"layer {self.name}: attention_flops={self.attention_flops:g} of {self.flops:g}")
+            raise InvalidArgument(
+                f"layer {self.name}: attention_flops={self.attention_flops:g} of {self.flops:g}"
+            )
         for shape in self.shapes:
             if not all(isinstance(length, int) and length >= 0 for length in shape):
                 raise InvalidArgument(f"layer {self.name}: shape {shown(shape)}; expected numbers")

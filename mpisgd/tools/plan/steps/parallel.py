@@ -1,4 +1,4 @@
-"""`Parallel`: tensor, context and pipeline parallelism beside data parallelism; `Grid`: which ranks do what in it.
+"""`Parallel`: tensor, context and pipeline parallelism beside data parallelism; `Grid`: which ranks do what.
 
 Ranks that send most are neighbours (`scripts/training/layout.py`): tp counts fastest, then cp, dp, pp. Eight
 ranks of Parallel(tp=2, pp=2), and so dp = 2:
@@ -33,7 +33,7 @@ MICRO_BATCHES = 4  # of each stage where no number is given: a bubble of a fifth
 
 @dataclass(frozen=True)
 class Parallel:
-    """Ranks along the axes tp, cp and pp, and along dp as many as are left; of a model whose blocks are known.
+    """Ranks along the axes tp, cp and pp, and as many as are left along dp; the model's blocks are known.
 
     The batch is that of all ranks: what data parallelism alone would compute in a step.
 
@@ -44,8 +44,8 @@ class Parallel:
         micro_batches: of each pipeline and step; None: up to four times as many as stages.
         stages_per_rank: for "interleaved".
         recompute: whether activations are computed again in the backward pass.
-        cp: ranks of a ring, which have a part of each sequence (Liu and others 2023); without pp. They compute
-            the sequences of all of them, in `micro_batches` where that is given.
+        cp: ranks of a ring, which have a part of each sequence (Liu and others 2023); without pp. They
+            compute the sequences of all of them, in `micro_batches` where that is given.
     """
 
     tp: int = 1
@@ -63,7 +63,9 @@ class Parallel:
             check_positive("Parallel", "micro_batches", self.micro_batches, whole=True)
         check_flag("Parallel", "recompute", self.recompute)
         if self.cp > 1 and self.pp > 1:
-            raise InvalidArgument(f"Parallel: cp={self.cp} with pp={self.pp}; expected cp beside dp and tp alone")
+            raise InvalidArgument(
+                f"Parallel: cp={self.cp} with pp={self.pp}; expected cp beside dp and tp alone"
+            )
         if not self.table.flushes:
             raise InvalidArgument(
                 f"Parallel: schedule={shown(self.schedule)} ends no step with an empty pipeline; expected "

@@ -3,9 +3,9 @@
     stage 0: embedding, block 0, block 1 | stage 1: block 2, block 3 | ...      times as equal as can be
 
 With t ranks along tp, a block of f seconds for all examples of a pipeline takes f / t, and its all-reduces
-of the micro-batch's activations, which nothing hides (Shoeybi and others 2019). With c ranks along cp it takes
-f / c of the sequences of all c ranks, and what their keys and values take to pass all ranks, as far as it is not
-hidden: while a message is on its way, a rank computes with the one before, a c-th of its attention.
+of the micro-batch's activations, which nothing hides (Shoeybi and others 2019). With c ranks along cp each
+computes a c-th of the sequences of all of them; keys and values pass all ranks, and what that takes counts as
+far as it is not hidden: while a message comes, a rank computes with the one before, a c-th of its attention.
 """
 
 import itertools
@@ -63,7 +63,9 @@ def stages_of(
     if layout.tp > 1 and not any(block.all_reduces for block in blocks):
         raise InvalidArgument(f"plan: {profile.name} has no block that tensor parallelism divides")
     if layout.cp > 1 and not any(block.key_bytes for block in blocks):
-        raise InvalidArgument(f"plan: {profile.name} has no block whose keys are known; expected such as gpt()")
+        raise InvalidArgument(
+            f"plan: {profile.name} has no block whose keys are known; expected such as gpt()"
+        )
     share = grid.tp * grid.pp / num_micro_batches  # of a rank's batch, in a micro-batch
     wider = max(1.0, GRADIENT_BYTES / profile.gradients[0].itemsize)
     passes = [_Pass(block, grid, share, algorithm, wider) for block in blocks]
@@ -119,7 +121,7 @@ def message_cost(grid: Grid) -> tuple[Costs, dict[str, float]]:
 
 
 def ring_seconds(grid: Grid, ring: RingCost) -> tuple[float, float]:
-    """Return what the messages take between two blocks of keys: forward, and backward with their gradients."""
+    """Return what messages take between two blocks of keys: forward, and backward with their gradients."""
     cost, _ = message_cost(grid)
     keys_s = cost.seconds(ring.nbytes)
     return keys_s, keys_s + cost.seconds(ring.gradient_bytes)

@@ -1,7 +1,7 @@
 """A `Parallel` layout without a pipeline: what each rank of a tp group, and of a ring, computes and sends.
 
-Its step is that of data parallelism over the ranks that have the same parameters: fewer of these, shorter passes,
-in them the all-reduces of activations, and what attention waits for keys of other ranks.
+Its step is that of data parallelism over the ranks that have the same parameters: fewer of these, and shorter
+passes, with the all-reduces of activations in them, and with what attention waits for keys of other ranks.
 """
 
 from collections.abc import Mapping
