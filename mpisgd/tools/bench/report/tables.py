@@ -125,7 +125,7 @@ LAYOUTS = {
             _number("validation\nloss", "loss", ".4f"),
             _number("worst\nseed", "loss_max", ".4f"),
             _number("x best\nsynchronous", "loss_ratio", ".4f"),
-            _number("worst seed,\nx its best", "loss_ratio_max", ".4f"),
+            _number("worst x\nof a seed", "loss_ratio_max", ".4f"),
             Column("seeds", lambda row: str(len(row["finals"]))),
             Column("time", lambda row: as_time(row["median_s"])),
             _number("MiB sent\nby hosts", "mib_sent", ".2f"),
