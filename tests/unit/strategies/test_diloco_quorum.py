@@ -128,7 +128,7 @@ def test_nobody_waits_longer_than_the_grace_for_one_that_is_not_there():
 
 
 def waits(pause_s: float, steps: int) -> tuple[list[float], list[tuple[int, ...]]]:
-    """Return what learner 0 waits for each outer step, and whose these are; learner 1 pauses in the second."""
+    """Return what learner 0 waits for each outer step, and whose these are; learner 1 pauses in one."""
 
     def train() -> Any:
         took, params = [], PROGRAM.start()
@@ -156,7 +156,7 @@ def test_one_that_is_stopped_is_waited_for_once():
 
 @pytest.mark.parametrize(("pause_s", "each"), [(0.7, [0.2]), (1.3, [0.5, 0.3]), (2.9, [0.4])])
 def test_one_that_goes_on_comes_to_be_in_step_with_the_others(pause_s, each):
-    """They wait until it is, the grace at most in each outer step, so that its changes are from the newest."""
+    """They wait until it is, the grace at most in each outer step; its changes are from the newest then."""
     took, whose = waits(pause_s, steps=110)
     assert took[:2] == [0.0, 0.5]
     assert [wait for wait in took[2:] if wait] == each

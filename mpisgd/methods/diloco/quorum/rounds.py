@@ -94,7 +94,9 @@ class Rounds:
         """
         arrived = {each.learner for each in self.pending}
         waiting = {each.learner for each in self.pending if not each.is_late}
-        if not arrived or (training and not waiting) or len(arrived) < min(self._rule.quorum, len(arrived | training)):
+        if not arrived or len(arrived) < min(self._rule.quorum, len(arrived | training)):
+            return False
+        if training and not waiting:
             return False
         if self._there_since_s is None:
             self._there_since_s = now_s
