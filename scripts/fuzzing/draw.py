@@ -14,7 +14,6 @@ from fuzzing.choices import (
     CASTS,
     CHUNK_TOP_K,
     CLOSURE_OPTIMIZERS,
-    CODED,
     COMPRESSORS,
     EMPTY,
     EXACT_OPTIMIZERS,
@@ -31,6 +30,7 @@ from fuzzing.choices import (
     TINY,
     USERS,
 )
+from fuzzing.draw_sharded import in_files, with_codes, with_masters
 from mpisgd.tools.verification.programs.contract import violation
 from mpisgd.tools.verification.programs.program import (
     AddGroup,
@@ -59,7 +59,6 @@ __all__ = ["MAX_RANKS", "draw"]
 
 MAX_RANKS = 4
 UNEVEN_SHARE = 0.2
-CODED_SHARE = 0.5  # of the programs that divide gradients between hosts
 CHUNKS_SHARE = 0.08  # of the programs that compress, or train locally
 PAUSE_SHARE = 0.1  # of the programs in which parameters are used now and then
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
@@ -85,28 +84,20 @@ def draw(
         program = _Draw(seed, random_, size, hosts, strategy).program()
         if not violation(program):
             break
-    program = _with_codes(program, random.Random(f"codes {seed}"))
-    chunked = program if strategy else _by_chunks(program, random.Random(f"chunks {seed}"))
-    program = program if violation(chunked) else chunked
-    uneven = _with_uneven_data(program, random.Random(f"uneven {seed}"))
-    program = program if violation(uneven) else uneven
-    now_and_then = _with_pauses(program, random.Random(f"pauses {seed}"))
-    program = program if violation(now_and_then) else now_and_then
+    program = with_codes(program, random.Random(f"codes {seed}"))
+    further = {
+        "chunks": _by_chunks,
+        "uneven": _with_uneven_data,
+        "pauses": _with_pauses,
+        "masters": with_masters,
+        "files": in_files,
+    }
+    for name, change in further.items():
+        changed = (
+            program if strategy and name == "chunks" else change(program, random.Random(f"{name} {seed}"))
+        )
+        program = program if violation(changed) else changed
     return replace(program, forgotten=random.Random(f"forgotten {seed}").choices((0, 1, 2, 3), FORGOTTEN)[0])
-
-
-def _with_codes(program: Program, chance: random.Random) -> Program:
-    """Return the program with sums of gradients that travel as codes, or as it is."""
-    if not 0 < program.ranks_per_host < program.ranks or chance.random() > CODED_SHARE:
-        return program
-    optimizers = []
-    for optimizer in program.optimizers:
-        options = dict(optimizer.options)
-        if options.get("strategy") in SHARDED and "compression" not in options:
-            stage = 2 if "stage=2" in options["strategy"] else 1
-            options["strategy"] = f"mpisgd.Sharded(stage={stage}, {chance.choice(CODED)})"
-        optimizers.append(replace(optimizer, options=tuple(options.items())))
-    return replace(program, optimizers=tuple(optimizers))
 
 
 def _by_chunks(program: Program, chance: random.Random) -> Program:

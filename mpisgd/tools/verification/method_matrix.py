@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 import mpisgd
 from mpisgd.arguments import call_text
 from mpisgd.compress.compressor import has_momentum
@@ -46,6 +48,7 @@ Division = tuple[int, int]  # ranks, and those of each host; 0: all are on one
 DIVISIONS: tuple[Division, ...] = ((3, 0), (2, 0), (4, 2), (3, 1), (4, 0), (2, 1), (3, 2), (1, 0))
 ALL_DIVISIONS: tuple[Division, ...] = (*DIVISIONS, (8, 0), (8, 4), (8, 3), (5, 2))
 MOMENTUM = (("lr", 0.25), ("momentum", 0.5))
+OF_MASTERS = (("lr", 0.16015625), ("momentum", 0.5))  # rounded to 16 bits from the first steps on
 ONE_BIT = tuple(
     Optimizer(kind.__name__, (("lr", 0.01), *settings.items()))
     for kind in catalogue.optimizers()
@@ -63,19 +66,20 @@ class Row(NamedTuple):
         optimizer: what `DistributedOptimizer` is asked for.
         exact: whether all its numbers are exact, so that bits are compared.
         is_own: whether it is the user's: nobody has looked at what it is refused in.
+        dtype: of the parameters that every program trains.
     """
 
     name: str
     optimizer: Optimizer
     exact: bool
     is_own: bool = False
+    dtype: str = "float64"
 
     def program(self, situations: Sequence[Situation], division: Division) -> Program | None:
         """Return the program in which all of these happen, None where they make no sense together."""
         names = [self.name, *(situation.name for situation in situations), str(division)]
-        plain = plain_program(
-            self.optimizer, *division, exact=self.exact, seed=zlib.crc32(" ".join(names).encode())
-        )
+        seed = zlib.crc32(" ".join(names).encode())
+        plain = plain_program(self.optimizer, *division, exact=self.exact, seed=seed, dtype=self.dtype)
         return compose(plain, situations)
 
 
@@ -130,6 +134,7 @@ def rows() -> Iterator[Row]:
         row = Row(name.replace("mpisgd.", ""), Optimizer("SGD", settings, (), tuple(options)), exact)
         yield row if _is_defined(row) else _per_parameter(row)
     yield from _in_files()
+    yield from _with_masters()
     for optimizer in ONE_BIT:
         given = ", ".join(f"{key}={value}" for key, value in optimizer.settings[1:])
         yield Row(f"{optimizer.name}({given})", optimizer, exact=False)
@@ -162,6 +167,16 @@ def _in_files() -> Iterator[Row]:
             name = call_text(strategy).replace("Sharded", "Sharded in files", 1)
             text = text_of(replace(strategy, offload=offload))
             yield Row(name, Optimizer("SGD", MOMENTUM, (), (("strategy", text),)), exact=True)
+
+
+def _with_masters() -> Iterator[Row]:
+    """Yield those that update masters: exact ones of 16 bits, and one that clips what is not exact."""
+    plain, *others = (s for s in mpisgd.Sharded.examples() if s.gradients is None and s.parameters is None)
+    halves = [("bfloat16", replace(each, master_dtype=torch.float32)) for each in (plain, *others)]
+    for dtype, strategy in (*halves, ("float32", replace(plain, master_dtype=torch.float64))):
+        name = call_text(strategy).replace("Sharded", "Sharded with masters", 1)
+        optimizer = Optimizer("SGD", OF_MASTERS, (), (("strategy", text_of(strategy)),))
+        yield Row(name, optimizer, exact=dtype == "bfloat16", dtype=dtype)
 
 
 def _per_parameter(row: Row) -> Row:

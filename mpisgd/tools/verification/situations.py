@@ -74,10 +74,16 @@ class Situation(NamedTuple):
 
 
 def plain_program(
-    optimizer: Optimizer, ranks: int, ranks_per_host: int, *, exact: bool, seed: int = 0
+    optimizer: Optimizer,
+    ranks: int,
+    ranks_per_host: int,
+    *,
+    exact: bool,
+    seed: int = 0,
+    dtype: str = "float64",
 ) -> Program:
-    """Return a training of three parameters in which nothing happens but steps."""
-    layers = tuple(Layer(shape=shape) for shape in SHAPES)
+    """Return a training of three parameters of a dtype in which nothing happens but steps."""
+    layers = tuple(Layer(shape=shape, dtype=dtype) for shape in SHAPES)
     step: tuple[Event, ...] = (ZeroGrad(), Backward((1,)), Step())
     whole = replace(optimizer, layers=tuple(range(len(layers))))
     return Program(seed, ranks, ranks_per_host, exact, layers, (whole,), step * STEPS)

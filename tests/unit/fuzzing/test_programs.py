@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fuzzing import draw as draw_module
+from fuzzing import draw_sharded
 from fuzzing.draw import draw
 from fuzzing.shrink import shrink
 
@@ -220,3 +221,18 @@ def test_codes_between_hosts_are_drawn_where_there_are_some():
     assert len(coded) > 5
     assert all(0 < program.ranks_per_host < program.ranks for program in coded)
     assert sum(map(has_reference, coded)) > len(coded) / 3
+
+
+@pytest.mark.parametrize(
+    ("module_share", "asks"), [("MASTERS_SHARE", "master_dtype="), ("FILES_SHARE", "Offload(")]
+)
+def test_what_is_asked_of_sharded_is_drawn_and_other_programs_are_what_they_were(
+    monkeypatch, module_share, asks
+):
+    drawn = [draw(seed) for seed in range(1000)]
+    asked = [program for program in drawn if asks in repr(program)]
+    assert len(asked) > 20
+    assert sum(map(has_reference, asked)) > len(asked) / 2
+    monkeypatch.setattr(draw_sharded, module_share, -1.0)
+    before = [draw(seed) for seed in range(1000)]
+    assert [now for now, then in zip(drawn, before, strict=True) if now != then] == asked

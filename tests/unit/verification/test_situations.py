@@ -12,6 +12,7 @@ import pytest
 
 import mpisgd
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.sharding.piece import Piece
 from mpisgd.tools.verification.covering import alone_in, packed, pairs_of
 from mpisgd.tools.verification.known_results import KnownResults, OutOfTime
 from mpisgd.tools.verification.matrix_page import write_page
@@ -266,6 +267,23 @@ def test_a_residual_that_is_lost_by_saving_is_found(monkeypatch):
     monkeypatch.setattr(CompressionState, "take", lambda self, alike, own: None)
     assert backend.run(plain).kind == "ok"
     assert backend.run(resumed).kind == "values"
+
+
+@pytest.mark.parametrize(
+    ("method", "broken", "situation"),
+    [
+        ("with_master", lambda self, entries: entries, "resumed"),
+        ("write_back", lambda self: None, "closure"),
+        ("without_master", lambda self, entries: {**entries}, "a rank fewer"),
+    ],
+)
+def test_masters_that_are_lost_are_found(monkeypatch, method, broken, situation):
+    row = next(row for row in rows() if "with masters" in row.name)
+    program = row.program([SITUATIONS[situation]], (3, 0))
+    assert has_reference(program)
+    assert ThreadsBackend().run(program).kind == "ok"
+    monkeypatch.setattr(Piece, method, broken)
+    assert ThreadsBackend().run(program).kind == "values"
 
 
 def test_the_worst_of_a_kind_in_a_situation_is_shown(tmp_path):

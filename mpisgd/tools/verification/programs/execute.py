@@ -17,6 +17,7 @@ from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.sabotaged import SabotagedTraining
 from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, definition_of
+from mpisgd.tools.verification.programs.serial_masters import SerialMasters, halves_with_masters
 from mpisgd.tools.verification.programs.training import SERIAL, Training
 from mpisgd.tools.verification.sabotage import Sabotage
 
@@ -30,6 +31,7 @@ __all__ = [
     "execute",
     "has_reference",
     "is_looked_at",
+    "master_dtype_of",
     "references_of",
     "run_events",
     "state_digest",
@@ -147,7 +149,9 @@ def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
         )
     if definition_of(program) is not None:
         return True
-    if codes_between_hosts(program):
+    dtypes = [program.layers[layer].dtype for layer in optimizer.layers]
+    rounds_halves = not program.exact and halves_with_masters(dtypes, master_dtype_of(optimizer))
+    if codes_between_hosts(program) or rounds_halves:
         return False
     compression = optimizer.option("compression", LOSSLESS[0])
     is_plain = compression in LOSSLESS or (program.exact and compression in EXACT_CASTS)
@@ -197,13 +201,42 @@ class Joined(Training):
     """One process that has the losses of all ranks."""
 
     def __init__(self, program: Program) -> None:
+        dtypes = map(master_dtype_of, program.optimizers)
+        self._masters = [None if dtype is None else SerialMasters(dtype) for dtype in dtypes]
         super().__init__(program, range(program.ranks))
+
+    def make(self, place: int) -> Any:
+        """See `Training`."""
+        optimizer = super().make(place)
+        if (masters := self._masters[place]) is not None:
+            masters.step_by(optimizer)
+        return optimizer
+
+    def load(self, place: int, state: dict[str, Any]) -> None:
+        """See `Training`."""
+        if (masters := self._masters[place]) is None:
+            super().load(place, state)
+        else:
+            masters.load(self.optimizers[place], state)
+
+    def states(self) -> list[dict[str, Any]]:
+        """See `Training`; with the masters."""
+        states = super().states()
+        for place, masters in enumerate(self._masters):
+            if masters is not None:
+                masters.add_to(states[place], self.params_of(place))
+        return states
 
     def weighted(self, rank: int, loss: Tensor) -> Tensor:
         """See `Training`: a mean over the ranks counts as many examples of each as it has."""
         if not self.examples or self.program.optimizers[0].sums:
             return loss
         return loss * (self.num_ranks * self.examples[rank] / sum(self.examples.values()))
+
+
+def master_dtype_of(optimizer: events.Optimizer) -> torch.dtype | None:
+    """Return the dtype in which parameters of lower precision are updated, None: in their own."""
+    return getattr(optimizer.strategy, "master_dtype", None)
 
 
 def copies(params: Iterable[Tensor]) -> list[Tensor]:

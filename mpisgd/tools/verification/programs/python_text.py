@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.event_text import event_text
-from mpisgd.tools.verification.programs.execute import has_reference
+from mpisgd.tools.verification.programs.execute import has_reference, master_dtype_of
 from mpisgd.tools.verification.programs.program import (
     ONE_BIT,
     Layer,
@@ -48,7 +48,8 @@ def python_text(program: Program) -> str:
     """Return the text; what starts it is in its first line."""
     if program.loses:
         return _text_with_losses(program)
-    compares = has_reference(program) and ranks_agree(program)
+    has_masters = any(map(master_dtype_of, program.optimizers))  # which torch alone has not
+    compares = has_reference(program) and ranks_agree(program) and not has_masters
     environment = f"MPISGD_RANKS_PER_HOST={program.ranks_per_host} " if program.ranks_per_host else ""
     lines = [
         f"# {environment}mpirun -n {program.ranks} --oversubscribe python THIS_FILE",

@@ -284,9 +284,13 @@ class Training:
     def take_over(self, states: Sequence[dict[str, Any]]) -> None:
         """Make new optimizers, which load these states."""
         self.optimizers = [self.make(place) for place in range(len(states))]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+        for place, state in enumerate(states):
+            self.load(place, state)
         self.zero_grad(events.ZeroGrad())
+
+    def load(self, place: int, state: dict[str, Any]) -> None:
+        """Have an optimizer load a state."""
+        self.optimizers[place].load_state_dict(state)
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state dicts of the optimizers."""
