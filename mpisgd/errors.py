@@ -263,6 +263,7 @@ class CollectiveMismatch(MpisgdError, RuntimeError):
     on_every_rank = True
     exit_code = 1  # of the job that ends by it: that of `sys.exit`, where a rank has left the program by that
     agreed_before = False  # the ranks have called the same operations up to the one in which they differ
+    whens: tuple[str, ...] = ()  # where all have called one operation of one optimizer, at which times
 
 
 class Deadlock(CollectiveMismatch):

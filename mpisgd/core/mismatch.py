@@ -25,6 +25,7 @@ PHRASES = {
 ENDED_BEFORE_OTHERS = {"gradients", "shutdown"}
 LABELS = {"when": "step"}  # of what ranks compare, in sentences
 COMPARED = ("op", "dtype", "shape", "root", "device", "owner", "when")
+OWNER, WHEN = COMPARED.index("owner"), COMPARED.index("when")
 SHOWN_LINES = 5
 SHOWN_ARGUMENTS = 6  # of an operation with more, those that differ are shown, or the first ones
 # What tells people nothing: it is shown where nothing else differs.
@@ -77,6 +78,8 @@ def mismatch_of(group: str, told: Mapping[int, Intention]) -> CollectiveMismatch
     error = CollectiveMismatch("\n".join(lines))
     error.agreed_before = len({mine.past for mine in told.values()}) == 1
     error.exit_code = next(iter(exits), error.exit_code)
+    whats = {(mine.kind, mine.fields[OWNER].partition(" (")[0]) for mine in told.values()}
+    error.whens = tuple(sorted({mine.fields[WHEN] for mine in told.values()})) if len(whats) == 1 else ()
     return error
 
 

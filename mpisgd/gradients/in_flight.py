@@ -34,6 +34,8 @@ class InFlightReduction:
         streams: in which the gradients were computed.
         at_owners: the buckets that have been brought to the owners of their parts; the others are everyone's.
         unfreed: buckets that travel together, in the order of launching, whose gradients are still in memory.
+        is_given_up: whether all ranks know that some have left this backward, and nothing more is sent in it.
+        failure: why nothing can be reduced at its end.
     """
 
     def __init__(
@@ -53,6 +55,8 @@ class InFlightReduction:
         self.streams = GradientStreams()
         self.at_owners: set[int] = set()
         self.unfreed: list[tuple[int, ...]] = []
+        self.is_given_up = False
+        self.failure: MpisgdError | None = None
         self._complete: set[int] = set()
         self._missing: list[int] = []
         self._place_of: dict[int, int] = {}
@@ -108,6 +112,11 @@ class InFlightReduction:
         """Return the memory of those buckets that were loaded and have come to nothing, once all is over."""
         arrived = [work is None or work.error is None for work in self.launched.values()]
         return [flat for i, flat in enumerate(self.loaded) if i >= len(arrived) or not arrived[i]]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether some bucket has, once all is over."""
+        return any(work is None or work.error is None for work in self.launched.values())
 
     def wait(self) -> None:
         """Return when all that was launched is complete.

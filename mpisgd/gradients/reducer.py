@@ -12,6 +12,7 @@ Between hosts buckets are sent while backward computes further gradients, in the
     queue's thread      | [c d] .......... | [b] ............. | [a] ........... |
 """
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -22,11 +23,13 @@ from torch import Tensor
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.compress.compressor import wire_dtype_of
+from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import CollectiveMismatch, InvalidArgument
+from mpisgd.errors import CollectiveMismatch, InvalidArgument, MpisgdError
+from mpisgd.gradients.attempts import Attempts
 from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot, agree_on_plan, describe_covered
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.destination import Destination, Everyone
@@ -83,6 +86,7 @@ class GradientReducer(GradientSync):
         self._last = LastReduction()
         self._left_out: frozenset[int] = frozenset()
         self._in_flight = InFlightReduction()
+        self._attempts = Attempts()
         self._planned_order: tuple[int, ...] = ()  # `compression_state.order` when the plan was made
         self.is_weighted = False
         self.cover(named)
@@ -165,7 +169,8 @@ class GradientReducer(GradientSync):
         early = self._destination.launches_early or self._launcher.overlaps
         if plan is None or not early or not self._still_holds(plan):
             return False
-        self._in_flight = InFlightReduction(plan, when, in_background=True, note=IN_BACKWARD)
+        name = self._attempts.name(when)
+        self._in_flight = InFlightReduction(plan, name, in_background=True, note=IN_BACKWARD)
         return True
 
     def ready(self, index: int) -> None:
@@ -188,18 +193,37 @@ class GradientReducer(GradientSync):
             if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
                 with torch.no_grad(), owned_by(self.owner):
                     in_flight.streams.join()
-                    self._destination.launch_complete(in_flight)
+                    self._launch_complete(in_flight)
         finally:
             if lock is not None:
                 lock.release()
 
+    def _launch_complete(self, in_flight: InFlightReduction) -> None:
+        """Send what is complete, or nothing more where others are at another attempt; see `Attempts`."""
+        try:
+            self._destination.launch_complete(in_flight)
+        except CollectiveMismatch as exc:
+            with contextlib.suppress(MpisgdError):
+                in_flight.wait()
+            if not self._attempts.differ(exc):
+                raise
+            self._launcher.undo_division(in_flight)
+            self._in_flight = InFlightReduction(when=in_flight.when)
+            self._in_flight.is_given_up = True
+            self._in_flight.failure = exc if in_flight.has_arrived else None
+
     def forget_backward(self) -> None:
         """Forget a backward that was left by an exception; return when what it had sent has arrived."""
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
-        if not in_flight.launched:
+        if not in_flight.when:
             return
+        name, is_known = self._attempts.note_left(in_flight.when), in_flight.is_given_up
         try:
             in_flight.wait()
+        except CollectiveMismatch as exc:
+            is_known = self._attempts.differ(exc)
+            if not is_known:
+                raise
         finally:
             self._launcher.undo_division(in_flight)
             if self._is_once:  # what lay where it was reduced is reduced now
@@ -207,6 +231,19 @@ class GradientReducer(GradientSync):
                 self._last.reduced.note_further(
                     self.params, [i for slot in slots for i in _in_place(slot, self.params)]
                 )
+        if not is_known:
+            self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        """Have all ranks know that a backward was left: some may have sent more of it. Collective."""
+        if self.group.queue.broken is not None:
+            return
+        try:
+            with owned_by(self.owner):
+                self.group.queue.run(Operation("gradients", extra="none", when=name), lambda: None)
+        except CollectiveMismatch as exc:
+            if not self._attempts.differ(exc):
+                raise
 
     @property
     def sent_last(self) -> Work | None:
@@ -246,10 +283,13 @@ class GradientReducer(GradientSync):
             self._weigh_alone()
             return
         if not self._in_flight.launched:
+            if (failure := self._in_flight.failure) is not None:
+                self._in_flight = InFlightReduction()
+                raise failure
             plan = self._plan
             if plan is None or not self._still_holds(plan):
                 plan = self._new_plan(observed, when)
-            self._in_flight = InFlightReduction(plan, when, in_background=False)
+            self._in_flight = InFlightReduction(plan, self._attempts.name(when), in_background=False)
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
         in_flight.note = note
         in_flight.streams.join()  # torch does not know of those in which buckets were packed
@@ -258,8 +298,11 @@ class GradientReducer(GradientSync):
                 self._destination.launch_rest(in_flight)
             finally:
                 in_flight.wait()
-        except CollectiveMismatch:
+        except CollectiveMismatch as exc:
             self._launcher.undo_division(in_flight)
+            if self._attempts.differ(exc) and not in_flight.has_arrived:
+                self._reduce(when, observed, note)
+                return
             raise
         try:
             nonfinite = self._unload(in_flight)

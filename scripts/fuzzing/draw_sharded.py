@@ -1,4 +1,4 @@
-"""What `Sharded` is asked for, drawn apart, so that the rest of a seed's program stays what it was without."""
+"""What `Sharded` is asked for, drawn apart: the rest of a seed's program stays what it was without it."""
 
 from __future__ import annotations
 

@@ -587,3 +587,32 @@ def test_two_sharded_optimizers_of_a_parameter_are_refused(arguments, layers):
         for model in ((Layer(shape=(1,)), Layer(shape=(1,))), frozen):
             verdict = ThreadsBackend().run(Program(376686506, 2, 0, True, model, optimizers, events))
             assert verdict.kind == "refused", f"{verdict.kind}: {verdict.text}"
+
+
+# A parameter that only some ranks use: these have sent its gradient when a backward fails, and the operation
+# that came next on the others was taken for the counterpart of that: CollectiveMismatch.
+
+
+@pytest.mark.parametrize("then", [(), (Broadcast(),), (Reload(),)])
+@pytest.mark.parametrize("used_by", ["first", "turns", "others"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (("strategy", "mpisgd.Sharded(stage=2)"), ("bucket_cap_bytes", "1")),
+        (("strategy", "mpisgd.Sharded(stage=2)"), ("bucket_cap_bytes", "1"), ("overlap", "True")),
+        (("bucket_cap_bytes", "1"), ("overlap", "True")),
+    ],
+)
+def test_a_failed_backward_leaves_nothing_that_was_sent(options, used_by, then):
+    optimizer = Optimizer("SGD", (("lr", 0.25), ("momentum", 0.5)), (0, 1, 2, 3), options)
+    layers = (*(Layer(shape=(size,)) for size in (3, 7, 5)), Layer(shape=(4,), used_by=used_by))
+    events = tuple(
+        event
+        for data in (1, 4, 7)
+        for event in (
+            *(Backward((data,)), Step(), ZeroGrad(), FailedBackward((data + 1,)), *then),
+            *(ZeroGrad(), FailedBackward((data + 2,)), *then, ZeroGrad()),
+        )
+    )
+    verdict = ThreadsBackend().run(Program(3, 3, 0, True, layers, (optimizer,), events))
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"

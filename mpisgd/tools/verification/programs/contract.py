@@ -220,8 +220,8 @@ def _after(walk: Walk, event: Event) -> str:
         case FailedBackward():
             if window.has_skips:
                 return "a rank without a backward before one that fails"
-            if sends_in_backward(program) and not _all_use_the_same(program):
-                return "the ranks have sent different gradients before it fails"
+            if sends_in_backward(program) and not _all_notice_a_failure(program):
+                return "some ranks have sent gradients before it fails, and others have had none"
             walk.window, walk.is_clipped, walk.is_stepped = Window(), False, False
         case ZeroGrad(by_model=False) | Reload():
             if window.has_skips and not window.is_settled:
@@ -292,8 +292,11 @@ def sends_in_backward(program: Program) -> bool:
     return bool(program.ranks_per_host) or divides or any(each.get("overlap") == "True" for each in options)
 
 
-def _all_use_the_same(program: Program) -> bool:
-    return all(layer.used_by in ("all", "none", "odd") for layer in program.layers)
+def _all_notice_a_failure(program: Program) -> bool:
+    """Return whether a backward that fails has a gradient on all ranks before, or on none has sent more."""
+    if all(layer.used_by in ("all", "none", "odd") for layer in program.layers):
+        return True
+    return all(len(anchors(program, optimizer.layers)) > 1 for optimizer in program.optimizers)
 
 
 def _reduce_once(program: Program) -> bool:
