@@ -5,7 +5,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mpisgd.errors import InvalidArgument, ShapeMismatch
 __all__ = [
     "as_index",
     "as_path",
+    "as_written",
     "call_text",
     "check_callable",
     "check_count",
@@ -46,15 +47,27 @@ def call_text(value: Any, write: Callable[[Any], str] | None = None) -> str:
 
     Args:
         value: the dataclass.
-        write: of what is in it; by default the same of dataclasses, and `repr` of all else.
+        write: of what is in it; by default `as_written`.
     """
-    write = write or (lambda each: call_text(each) if is_dataclass(each) else repr(each))
+    write = write or as_written
     given = [
         f"{field.name}={write(getattr(value, field.name))}"
         for field in fields(value)
-        if getattr(value, field.name) != field.default
+        if getattr(value, field.name) != _default_of(field)
     ]
     return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _default_of(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def as_written(value: Any) -> str:
+    """Return what a program writes for a value: a class by its name, a dataclass as by `call_text`."""
+    if isinstance(value, type):
+        return value.__qualname__
+    # One with a `__repr__` of its own, which it says by repr=False, knows better.
+    return call_text(value) if is_dataclass(value) and value.__dataclass_params__.repr else repr(value)  # type: ignore[attr-defined]
 
 
 def printable(text: str) -> str:

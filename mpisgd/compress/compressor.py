@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpisgd.arguments import call_text
+from mpisgd.arguments import as_written, call_text
 from mpisgd.core.group import Group
 from mpisgd.dtypes import FLOATING, ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -226,6 +226,9 @@ class Compressor(abc.ABC):
     def examples(cls) -> Sequence["Compressor"]:
         """Return the instances that the fuzzer, `verify` and the documentation use; the simplest first."""
         return (cls(),)
+
+    def __str__(self) -> str:
+        return as_written(self)
 
     @property
     def short_name(self) -> str:

@@ -91,7 +91,7 @@ def summary(strategy: Strategy, training: Training, passes: int) -> str:
     """Say what all ranks must have chosen alike."""
     options = training.options
     return (
-        f"strategy={strategy}, op={options.op.name}, compression={options.compression}, "
+        f"strategy={strategy!r}, op={options.op.name}, compression={options.compression!r}, "
         f"backward_passes_per_step={passes}, gradient_predivide_factor={options.predivide_factor}, "
         f"bucket_cap_bytes={options.bucket_cap_bytes}, error_if_nonfinite={options.error_if_nonfinite}, "
         f"check_in_sync_every={training.check_in_sync_every}, share_parameters={training.share_parameters}, "

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mpisgd.arguments import as_written
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
@@ -334,6 +335,9 @@ class Strategy(abc.ABC):
 
     starts_together: ClassVar[bool] = True
     keeps: ClassVar[type | None] = None
+
+    def __str__(self) -> str:
+        return as_written(self)
 
     @classmethod
     def examples(cls) -> Sequence["Strategy"]:

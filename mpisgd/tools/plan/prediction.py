@@ -226,7 +226,7 @@ def predict_all(
             try:
                 found.append(predict(cluster, profile, method, options))
             except MpisgdError as exc:
-                left_out.append(LeftOut(method.name, cluster.size, str(exc)))
+                left_out.append(LeftOut(method.name, cluster.size, f"{exc}"))
         for layout in layouts_of(cluster, profile) if layouts and cluster.size > 1 else []:
             found.append(_with_layout(cluster, profile, layout, options))
     if not found and left_out:

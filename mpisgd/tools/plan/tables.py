@@ -46,6 +46,8 @@ def plan_table(predictions: Sequence[Prediction], title: str) -> Table:
     ]
     table = new_table(title, ["method", "bound by", "checked"], numbers)
     table.columns[0].min_width, table.columns[1].min_width = METHOD_WIDTH, BOUND_WIDTH
+    table.columns[2].no_wrap = True
+    table.box, table.padding = None, (0, 1, 0, 0)  # the names of methods are long
     for each in predictions:
         times = (each.compute_s + each.straggler_s, each.exposed_s, each.step.optimizer_s)
         cells = [str(each.cluster.size), as_time(each.step_s), "+".join(map(_milliseconds, times))]

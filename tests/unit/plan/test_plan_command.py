@@ -56,6 +56,13 @@ def test_it_names_the_best_that_is_the_same_algorithm(files):
     assert "the best that equals one process: Synchronous on 128 rank(s)" in found.stdout
 
 
+def test_what_is_left_out_is_said_in_plain_words(files):
+    found = run(*files, "--ranks", "8", "--methods", "Synchronous; Sharded(stage=2)+TopK(0.1)")
+    line = next(line for line in found.stdout.splitlines() if line.startswith("left out"))
+    assert line.startswith("left out: Sharded(stage=2)+TopK(0.1) on 8 ranks: Sharded(stage=2) with TopK(ratio=0.1)")
+    assert "[mpisgd:" not in found.stdout
+
+
 def test_rows_are_sorted_and_their_parts_add_up(files, tmp_path):
     out = tmp_path / "plan.json"
     assert run(*files, "--ranks", "8,128", "--json", out).exit_code == 0
