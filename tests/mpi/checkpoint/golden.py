@@ -18,13 +18,21 @@ import mpisgd
 from mpisgd import checkpoint
 
 FOLDER = Path(__file__).parent / "golden"
-# Those that have written them; v1 is the format before the first release.
-VERSIONS = ("v1", "0.1.0")
 SAVED_AT, LAST, RANKS = 5, 9, 2
-NAMES = ("AdamW", "TopK", "PowerSGD", "LocalSGD, TopK, state", "DiLoCo", "CHOCO", "OneBitAdam", "Sharded")
+_FIRST = ("AdamW", "TopK", "PowerSGD", "LocalSGD, TopK, state", "DiLoCo", "CHOCO", "OneBitAdam", "Sharded")
+# By the version that has written them; v1 is the format before the first release.
+NAMES = {
+    "v1": _FIRST,
+    "0.1.0": (
+        *_FIRST,
+        *("DeepGradient", "ChunkTopK", "OneBit, two steps", "shared parameters", "LocalSGD", "DiLoCo, TopK"),
+        *("SparseLoCo", "ElasticAveraging", "Gossip", "push-sum", "Dion", "ZeroOneAdam"),
+    ),
+}
+NEWEST = list(NAMES)[-1]
 
 
-def path_of(name: str, version: str = VERSIONS[-1]) -> Path:
+def path_of(name: str, version: str = NEWEST) -> Path:
     return FOLDER / f"{version}-{re.sub('[^a-z0-9]+', '-', name.lower())}.safetensors"
 
 
@@ -42,6 +50,8 @@ def write(name: str) -> None:
     if name in OWN_MODELS:
         with optimizer.consensus():
             together = values(model)
+    elif name == "ZeroOneAdam":  # whose ranks differ between meetings
+        mpisgd.all_reduce_coalesced(together, mpisgd.ReduceOp.AVG)
     extra = {"after": after, "together": together}
     saved = checkpoint.save(FOLDER, SAVED_AT, rng=False, model=model, optimizer=optimizer, **extra)
     if mpisgd.rank() == 0:
@@ -55,7 +65,7 @@ def main() -> None:
     mpisgd.init()
     assert mpisgd.size() == RANKS, f"run it at {RANKS} ranks"
     torch.set_num_threads(1)
-    for name in NAMES:
+    for name in NAMES[NEWEST]:
         if not mpisgd.broadcast_object(path_of(name).exists()):
             write(name)
 
