@@ -2,9 +2,9 @@
 
     python3 scripts/checking/release_record.py LINES
 
-A line of LINES has the parts of a row, between tabs: the case, Python, torch, the MPI, what passed; or `missing`, the
-case and why it was not tried or does not hold. A case that was tried before with this version takes its row; the rows
-of an earlier version go into a table of their own.
+A line of LINES has the parts of a row, between tabs: the case, Python, torch, the MPI, what passed; or
+`missing`, the case, and why it was not tried or that it fails. The row of a case takes the place of its earlier
+one; the rows of an earlier version of mpisgd go into a table of their own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def recorded(before: Measurement, lines: Iterable[Sequence[str]], version: str, 
         ("date", date),
         *(("missing", text) for text in missing),
     ]
-    return Measurement(before.title, facts, [Table(TITLE, COLUMNS, sorted(rows.values(), key=_order)), *others])
+    table = Table(TITLE, COLUMNS, sorted(rows.values(), key=_order))
+    return Measurement(before.title, facts, [table, *others])
 
 
 def _order(row: Sequence[str]) -> tuple[list[int], Sequence[str]]:

@@ -1,7 +1,7 @@
 """Pictures by a browser: docs/images/report.png, and pages as they look at several widths, in light and dark.
 
-    python scripts/docs_site/pictures.py report                        # trains on four ranks, and writes the picture
-    python scripts/docs_site/pictures.py look runs/site/index.html     # into runs/looked, for eyes
+    python scripts/docs_site/pictures.py report                       # of a short training on four ranks
+    python scripts/docs_site/pictures.py look runs/site/index.html    # into runs/looked, for eyes
 
 It needs Chromium (`apt-get install chromium`).
 """
@@ -41,8 +41,9 @@ def screenshot(page: Path, picture: Path, width: int, height: int, *, dark: bool
     options += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
     with tempfile.TemporaryDirectory() as profile:
-        place = [f"--user-data-dir={profile}", f"--window-size={width},{height}", "--virtual-time-budget=5000"]
-        command = [browser, *options, *place, f"--screenshot={picture.resolve()}", page.resolve().as_uri()]
+        options += [f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+        options += ["--virtual-time-budget=5000"]  # for the scripts of the page
+        command = [browser, *options, f"--screenshot={picture.resolve()}", page.resolve().as_uri()]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
 
 

@@ -22,7 +22,7 @@ def off(model: torch.nn.Module, expected: list[torch.Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(values(model), expected, strict=True))
 
 
-@pytest.mark.parametrize(("version", "name"), [(version, name) for version in NAMES for name in NAMES[version]])
+@pytest.mark.parametrize(("version", "name"), [(each, name) for each in NAMES for name in NAMES[each]])
 def test_a_checkpoint_of_an_earlier_version_is_read(name: str, version: str) -> None:
     """As many ranks go on as those would have; others go on from the consensus of those."""
     model = Net(seed=1)

@@ -59,7 +59,9 @@ def test_it_names_the_best_that_is_the_same_algorithm(files):
 def test_what_is_left_out_is_said_in_plain_words(files):
     found = run(*files, "--ranks", "8", "--methods", "Synchronous; Sharded(stage=2)+TopK(0.1)")
     line = next(line for line in found.stdout.splitlines() if line.startswith("left out"))
-    assert line.startswith("left out: Sharded(stage=2)+TopK(0.1) on 8 ranks: Sharded(stage=2) with TopK(ratio=0.1)")
+    assert line.startswith(
+        "left out: Sharded(stage=2)+TopK(0.1) on 8 ranks: Sharded(stage=2) with TopK(ratio=0.1)"
+    )
     assert "[mpisgd:" not in found.stdout
 
 
