@@ -3,8 +3,8 @@
     python3 scripts/checking/release_record.py LINES
 
 A line of LINES has the parts of a row, between tabs: the case, Python, torch, the MPI, what passed; or
-`missing`, the case, and why it was not tried or that it fails. The row of a case takes the place of its earlier
-one; the rows of an earlier version of mpisgd go into a table of their own.
+`missing`, the case, and why it was not tried or that it fails. The row of a case takes the place of its
+earlier one; the rows of an earlier version of mpisgd go into a table of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts" / "docs_site"))
-from measurements import FOLDER, Measurement, Table, parse  # noqa: E402
+from measurements import FOLDER, Measurement, Table, parse
 
 __all__ = ["recorded"]
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "scripts" / "checking"), str(ROOT / "scripts" / "docs_site")]
-
 from measurements import parse
 from release_record import recorded
 
