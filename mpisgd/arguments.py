@@ -67,7 +67,8 @@ def as_written(value: Any) -> str:
     if isinstance(value, type):
         return value.__qualname__
     # One with a `__repr__` of its own, which it says by repr=False, knows better.
-    return call_text(value) if is_dataclass(value) and value.__dataclass_params__.repr else repr(value)  # type: ignore[attr-defined]
+    is_usual = is_dataclass(value) and type(value).__dataclass_params__.repr  # type: ignore[union-attr]
+    return call_text(value) if is_usual else repr(value)
 
 
 def printable(text: str) -> str:

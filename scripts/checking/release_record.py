@@ -17,8 +17,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "docs_site"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs_site"))
 from measurements import FOLDER, Measurement, Table, parse
 
 __all__ = ["recorded"]
@@ -69,7 +68,7 @@ def _order(row: Sequence[str]) -> tuple[list[int], Sequence[str]]:
 def main() -> None:
     """Write the file."""
     lines = [line.split("\t") for line in Path(sys.argv[1]).read_text().splitlines()]
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "mpisgd" / "__init__.py").read_text())
+    version = re.search(r'__version__ = "(.+)"', (FOLDER.parent / "mpisgd" / "__init__.py").read_text())
     assert version
     file = FOLDER / "releases.md"
     date = datetime.date.today().isoformat()
