@@ -1,8 +1,8 @@
 """`NoticeFilter`: what a launcher writes on stderr, without the notices that follow an error of ours.
 
 When a rank ends the job after an error, Open MPI frames two notices between lines of dashes: that MPI_ABORT
-was invoked, and which process did. They say nothing that the error does not say, and may come before it. All
-else is passed on as it comes, unfinished lines included.
+was invoked, and which process did. They say nothing that the error does not say, and may come before it. It
+ends them with a zero byte, which is dropped, too. All else is passed on as it comes, unfinished lines included.
 """
 
 __all__ = ["NoticeFilter"]
@@ -23,7 +23,7 @@ class NoticeFilter:
 
     def feed(self, data: bytes) -> bytes:
         """Return the text that can be shown by now."""
-        *lines, rest = (self._rest + data).split(b"\n")
+        *lines, rest = (self._rest + data.replace(b"\0", b"")).split(b"\n")
         shown = b"".join(self._take(line + b"\n") for line in lines)
         begins = self._lines or RULE.startswith(rest)
         self._rest = rest if begins else b""

@@ -37,6 +37,7 @@ def shown(text: bytes, size: int) -> bytes:
     [
         (ERROR + ABORT + ENDED, ERROR),
         (ABORT + ERROR + ENDED, ERROR),
+        (ERROR + ABORT + ENDED + b"\0", ERROR),  # the output was "binary" for grep
         (ERROR + KILLED, ERROR + KILLED),
         (OTHER_END, OTHER_END),
         (RULE + b"epoch 1\n" + RULE + b"end", RULE + b"epoch 1\n" + RULE + b"end"),
