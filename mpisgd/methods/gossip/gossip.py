@@ -162,7 +162,7 @@ class Gossip(Strategy):
         """Return the working part; the first rank prints the spectral gap, once."""
         size = training.group.size
         if training.group.rank == 0 and 1 < size <= MAX_SIZE_OF_GAP:
-            text = f"{self!r} of {size} ranks: spectral gap {self.spectral_gap(size):.4g}"
+            text = f"{self} of {size} ranks: spectral gap {self.spectral_gap(size):.4g}"
             if text not in _printed:
                 _printed.add(text)
                 print_to_user(text)
