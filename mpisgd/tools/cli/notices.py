@@ -2,7 +2,8 @@
 
 When a rank ends the job after an error, Open MPI frames two notices between lines of dashes: that MPI_ABORT
 was invoked, and which process did. They say nothing that the error does not say, and may come before it. It
-ends them with a zero byte, which is dropped, too. All else is passed on as it comes, unfinished lines included.
+ends them with a zero byte, which is dropped, too. All else is passed on as it comes, unfinished lines
+included.
 """
 
 __all__ = ["NoticeFilter"]
