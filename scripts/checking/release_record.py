@@ -38,10 +38,11 @@ def recorded(before: Measurement, lines: Iterable[Sequence[str]], version: str, 
     known = before.table(TITLE)
     others = [table for table in before.tables if table is not known]
     rows = {(row[0], row[3].split()[0]): tuple(row) for row in known.rows}
-    missing = before.all_of("missing")
+    missing, notes = before.all_of("missing"), before.all_of("note")
     if before.all_of("versions") != [f"mpisgd {version}"]:
         title = f"earlier, with {before.all_of('versions')[0]}, on {before.all_of('date')[0]}"
-        others, rows, missing = [Table(title, known.columns, known.rows), *others], {}, []
+        others, rows = [Table(title, known.columns, known.rows), *others], {}
+        missing, notes = [], []
     for case, *parts in lines:
         name = parts[0] if case == "missing" else case
         missing = [text for text in missing if not text.startswith(f"`{name}`, ")]
@@ -56,6 +57,7 @@ def recorded(before: Measurement, lines: Iterable[Sequence[str]], version: str, 
         ("versions", f"mpisgd {version}"),
         ("date", date),
         *(("missing", text) for text in missing),
+        *(("note", text) for text in notes),
     ]
     table = Table(TITLE, COLUMNS, sorted(rows.values(), key=_order))
     return Measurement(before.title, facts, [table, *others])

@@ -14,6 +14,7 @@ BEFORE = """# Releases
 - versions: mpisgd 0.1.0
 - date: 2026-11-28
 - missing: `3.14:`, no Python 3.14 on this machine
+- note: one run hung
 
 ## MPI tests
 
@@ -33,6 +34,7 @@ def test_a_case_takes_the_place_of_its_earlier_row_and_others_stay():
     assert rows(found) == ["3.9:", "3.12:"]
     assert found.table("MPI tests").rows[1] == [*ROW, TODAY]
     assert found.all_of("missing") == ["`3.14:`, no Python 3.14 on this machine"]
+    assert found.all_of("note") == ["one run hung"]
 
 
 def test_two_libraries_of_a_case_have_a_row_each():
