@@ -13,7 +13,6 @@ Between hosts buckets are sent while backward computes further gradients, in the
 """
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
@@ -21,8 +20,6 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.collectives.objects import all_gather_object
-from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner, owned_by
@@ -30,8 +27,9 @@ from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument, MpisgdError
 from mpisgd.gradients.attempts import Attempts
-from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot, agree_on_plan, describe_covered
+from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.current_plan import CurrentPlan
 from mpisgd.gradients.destination import Destination, Everyone
 from mpisgd.gradients.finite import are_finite, mark_late, raise_for
 from mpisgd.gradients.gradient_sync import GradientSync
@@ -48,7 +46,6 @@ from mpisgd.gradients.kinds import (
 from mpisgd.gradients.last_reduction import LastReduction
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.parameter_guard import ParameterGuard
 from mpisgd.gradients.sparse import SparseGradients
 from mpisgd.gradients.weight import Count, weight_of
 
@@ -66,7 +63,6 @@ class GradientReducer(GradientSync):
 
     Attributes:
         owner: of the operations: that of what this thread begins when the reducer is made.
-        compression_state: what the reducers of compressed buckets keep from step to step.
     """
 
     combines = True
@@ -82,12 +78,10 @@ class GradientReducer(GradientSync):
         self.options = options
         self._destination: Destination = Everyone() if destination is None else destination
         self.owner = current_owner()
-        self.compression_state = CompressionState()
         self._last = LastReduction()
-        self._left_out: frozenset[int] = frozenset()
+        self._plan = CurrentPlan(group, self._destination, CompressionState())
         self._in_flight = InFlightReduction()
         self._attempts = Attempts()
-        self._planned_order: tuple[int, ...] = ()  # `compression_state.order` when the plan was made
         self.is_weighted = False
         self.cover(named)
 
@@ -99,23 +93,20 @@ class GradientReducer(GradientSync):
         # Autograd has a thread for each device; two may call `ready` at the same time.
         several = len({param.device for param in self.params}) > 1
         self._hooks_lock = threading.Lock() if several else None
-        self._plan: BucketPlan | None = None
-        self._guard: ParameterGuard | None = None  # of the parameters as they were when the plan was made
+        self._plan.cover(self.params)
         self._sparse = SparseGradients()
         wants_plan = self._destination.cover(self._launcher) and self.group.size > 1
-        if wants_plan and self._ranks_cover_the_same():
+        if wants_plan and self._plan.ranks_cover_the_same():
             self._new_plan((), "before the first backward")
 
-    def _ranks_cover_the_same(self) -> bool:
-        """Return whether the same parameters can take part on all ranks now. Collective.
+    @property
+    def compression_state(self) -> CompressionState:
+        """What the reducers of compressed buckets keep from step to step; may be replaced."""
+        return self._plan.state
 
-        Where a rank was lost, some have frozen already what others have not: until they are where they were
-        when the state was committed, there is no plan.
-        """
-        everyones = [b""] * self.group.size
-        here = hashlib.blake2b(repr(self._coverable()).encode(), digest_size=16).digest()
-        all_gather_object(everyones, here, self.group)
-        return all(each == here for each in everyones)
+    @compression_state.setter
+    def compression_state(self, state: CompressionState) -> None:
+        self._plan.state = state
 
     def set_weighted(self, weighted: bool) -> None:
         """See `GradientSync`; the next reduction makes a new plan. What compresses takes means as before."""
@@ -124,7 +115,7 @@ class GradientReducer(GradientSync):
         self.options = self.options._replace(weighted=sums)
         self._launcher = BucketLauncher(self.named, self.group, self.options)
         self._destination.cover(self._launcher)
-        self._plan = None
+        self._plan.forget()
 
     @property
     def _compresses(self) -> bool:
@@ -136,8 +127,7 @@ class GradientReducer(GradientSync):
 
     def leave_out(self, indices: Collection[int]) -> None:
         """See `GradientSync`; the next reduction makes a new plan if these are others."""
-        self._guard = self._guard if self._left_out == frozenset(indices) else None
-        self._left_out = frozenset(indices)
+        self._plan.leave_out(indices)
 
     @property
     def combined_by(self) -> str:
@@ -148,7 +138,7 @@ class GradientReducer(GradientSync):
     @property
     def contents(self) -> str:
         """Which parameters take part in the next reduction, in words."""
-        return describe_covered(self._coverable(), len(self.params))
+        return self._plan.contents
 
     @property
     def sparse_dims(self) -> Mapping[int, int]:
@@ -165,9 +155,9 @@ class GradientReducer(GradientSync):
         """
         self.forget_backward()  # before the memory of what is on its way is given back
         self._destination.release()
-        plan = self._plan
         early = self._destination.launches_early or self._launcher.overlaps
-        if plan is None or not early or not self._still_holds(plan):
+        plan = self._plan.that_holds if early else None
+        if plan is None:
             return False
         name = self._attempts.name(when)
         self._in_flight = InFlightReduction(plan, name, in_background=True, note=IN_BACKWARD)
@@ -286,9 +276,7 @@ class GradientReducer(GradientSync):
             if (failure := self._in_flight.failure) is not None:
                 self._in_flight = InFlightReduction()
                 raise failure
-            plan = self._plan
-            if plan is None or not self._still_holds(plan):
-                plan = self._new_plan(observed, when)
+            plan = self._plan.that_holds or self._new_plan(observed, when)
             self._in_flight = InFlightReduction(plan, self._attempts.name(when), in_background=False)
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
         in_flight.note = note
@@ -323,42 +311,10 @@ class GradientReducer(GradientSync):
                 weight.before(param.grad)
                 weight.after(param.grad)
 
-    def _still_holds(self, plan: BucketPlan) -> bool:
-        if self.compression_state.order != self._planned_order:  # a state was loaded since
-            return False
-        if self._guard is not None and self._guard.holds(self.params):
-            return True
-        return plan.covered == self._coverable() and plan.fits(self.params)
-
-    def _coverable(self) -> tuple[int, ...]:
-        exist = [i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None]
-        return tuple(i for i in exist if i not in self._left_out) if self._left_out else tuple(exist)
-
     def _new_plan(self, observed: Sequence[int], when: str) -> BucketPlan:
-        covered, state = self._coverable(), self.compression_state
-        order = self._destination.packing_order
-        self._plan = agree_on_plan(
-            self.params,
-            covered,
-            self._sparse.known,
-            state.order if set(state.order) == set(covered) else observed,
-            group=self.group,
-            options=self.options,
-            when=when,
-            order=order,
-            storage_order=self._destination.storage_order,
-            make_slots=self._destination.make_slots,
-        )
-        state.move_to(self._plan.slots)
-        if order is None and any(
-            wire_dtype_of(self.options.compression, p.dtype) is None for p in self.params
-        ):
-            state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
-        self._planned_order = state.order
-        self._guard = ParameterGuard(self.params)
-        self._sparse.known = self._plan.sparse
-        self._destination.follow(self._plan)
-        return self._plan
+        plan = self._plan.renew(self.options, self._sparse.known, observed, when)
+        self._sparse.known = plan.sparse
+        return plan
 
     # -- when all have arrived ----------------------------------------------------------------------
 
@@ -380,9 +336,8 @@ class GradientReducer(GradientSync):
             if here.strip(ALL_DENSE):
                 late |= {i: self.params[i].grad for i, k in zip(indices, here, strict=True) if k & SPARSE}
             self._destination.unload(in_flight, place, here)
-        if sparse or late:
-            changed = self._sparse.reduce(sparse, late, self._launcher)
-            self._plan = None if changed else self._plan
+        if (sparse or late) and self._sparse.reduce(sparse, late, self._launcher):
+            self._plan.forget()
         self._destination.arrived(in_flight, self._sparse.known)
         return self._nonfinite(in_flight, sparse, kinds)
 
