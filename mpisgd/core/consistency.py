@@ -20,7 +20,7 @@ from mpisgd.core.mismatch import COMPARED, Intention, in_short, mismatch_of
 from mpisgd.core.owner import Owner
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 from mpisgd.interfaces.communicator import Communicator, DigestExchange
-from mpisgd.threads.waiting import Backoff
+from mpisgd.threads.waiting import SHORT_YIELD_S, YIELD_S, Backoff
 
 __all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation"]
 
@@ -244,7 +244,8 @@ class ConsistencyCheck:
             CollectiveTimeout: other ranks did not come; the group cannot be used again.
         """
         exchange: DigestExchange = self.checker.digest_exchange
-        if not backoff.wait_for(exchange.advance, exchange.sleep):
+        yield_s = SHORT_YIELD_S if exchange.waits_for_messages else YIELD_S
+        if not backoff.wait_for(exchange.advance, exchange.sleep, yield_s=yield_s):
             raise CollectiveTimeout(self._who_is_missing(backoff))
 
     def differs(self) -> bool:

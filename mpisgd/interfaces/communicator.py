@@ -146,7 +146,17 @@ class GroupCommunicator(Communicator, Protocol):
 
 
 class DigestExchange(Protocol):
-    """How the ranks of a group learn the smallest and the largest of their digests. One at a time."""
+    """How the ranks of a group learn the smallest and the largest of their digests. One at a time.
+
+    Attributes:
+        waits_for_messages: whether the others exchange messages while this rank can do nothing, which takes
+            longer than to be woken.
+    """
+
+    @property
+    def waits_for_messages(self) -> bool:
+        """See above."""
+        return False
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""

@@ -16,6 +16,8 @@ from mpisgd.threads.scheduling import Cancellation
 from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = [
+    "SHORT_YIELD_S",
+    "YIELD_S",
     "Backoff",
     "add_pending_message",
     "allow_waits",
@@ -36,9 +38,12 @@ LONG_SLEEP_S = 0.005  # a long wait costs about one per cent of a core
 # Where cores are scarce, yielding the core is quicker than being woken for this long (4 ranks on 2 cores: a
 # barrier took 8 us, by sleeping at once 34 us).
 YIELD_S = 0.0003
+SHORT_YIELD_S = 0.00015  # the same where others exchange messages meanwhile, which takes longer
 BUSY_S = 0.00002  # for so long a rank that has a core keeps it
-# A rank that will be woken sleeps longer; it wakes by itself to move MPI's messages along.
-WAKEABLE_SLEEP_S = 0.0002
+# A rank that will be woken sleeps longer: a look takes a tenth of this from a core that others need. It wakes
+# by itself to move MPI's messages along, sooner where some are in flight.
+WAKEABLE_SLEEP_S = 0.002
+WAKEABLE_MESSAGE_SLEEP_S = 0.0002
 # Pauses are this share of what has been waited already: late partners are noticed that much later.
 SHARE = 1 / 20
 # The same while messages are in flight. Where a rank cannot read another's memory, MPI cuts large ones into
@@ -133,6 +138,8 @@ class Backoff:
         ready: Callable[[], bool],
         sleep: Callable[[float], bool] | None = None,
         about: Callable[[], WaitReason] | None = None,
+        *,
+        yield_s: float = YIELD_S,
     ) -> bool:
         """Return True once `ready()` does, False when the limit passed first.
 
@@ -141,6 +148,7 @@ class Backoff:
             sleep: sleeps for so many seconds unless woken, and returns True; False at once where no rank
                 would wake it. Used when cores are scarce.
             about: tells the monitor what this wait is for, where the queue's operation does not.
+            yield_s: for so long it only yields the core, before it sleeps that way.
 
         Raises:
             PeerLost: a rank of the job was lost; or whatever else was given to `cancel_all`.
@@ -167,9 +175,11 @@ class Backoff:
                         noted = True
                     if (error := wait_registry.cancel_error(self.started)) is not None:
                         raise error
-                wakeable = _oversubscribed and waited >= YIELD_S and sleep is not None
-                if wakeable and sleep is not None and sleep(pause_s(waited, WAKEABLE_SLEEP_S)):
-                    continue
+                wakeable = _oversubscribed and waited >= yield_s and sleep is not None
+                if wakeable and sleep is not None:
+                    shortest_s = WAKEABLE_MESSAGE_SLEEP_S if _pending_messages else WAKEABLE_SLEEP_S
+                    if sleep(pause_s(waited, shortest_s)):
+                        continue
                 if waited >= spin_s:
                     time.sleep(pause_s(waited))
                 elif _oversubscribed or waited >= BUSY_S:

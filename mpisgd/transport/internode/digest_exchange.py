@@ -36,6 +36,11 @@ class InternodeDigestExchange:
         self._first = first
         self._between_started = False
 
+    @property
+    def waits_for_messages(self) -> bool:
+        """Whether the first rank of the host has to get the result for this one."""
+        return self._between is None
+
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
         self._between_started = False

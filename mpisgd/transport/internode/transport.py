@@ -25,7 +25,7 @@ from mpisgd.dtypes import HALF_DTYPES, SUMMED_IN_FLOAT32, ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.interfaces.host_transport import HostTransport
 from mpisgd.interfaces.host_transport import Region as AnyRegion
-from mpisgd.threads.waiting import Backoff
+from mpisgd.threads.waiting import SHORT_YIELD_S, Backoff
 from mpisgd.transport.host_arithmetic import Arithmetic, prepare
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
 from mpisgd.transport.internode.doubling_exchange import DoublingExchange
@@ -363,7 +363,7 @@ class InternodeTransport(HostTransport):
         sleep: Callable[[float], bool] | None = None,
     ) -> None:
         """Wait for one of the ranks `others`, in the middle of an operation."""
-        if ready() or Backoff(self._timeout_s).wait_for(ready, sleep):
+        if ready() or Backoff(self._timeout_s).wait_for(ready, sleep, yield_s=SHORT_YIELD_S):
             return
         names, rank = self._communicator.global_ranks, self._communicator.rank
         raise CollectiveTimeout(

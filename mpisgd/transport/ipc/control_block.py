@@ -68,6 +68,8 @@ class ControlBlock:
         self._all = [other * stride for other in range(len(ranks))]
         self._others = [at for at in self._all if at != self._mine]
 
+    waits_for_messages = False
+
     # -- words -----------------------------------------------------------------------------------------
 
     def write(self, word: int, value: int) -> None:

@@ -97,6 +97,37 @@ def test_where_cores_are_scarce_it_sleeps_if_a_rank_would_wake_it(wakes):
 
 
 @pytest.mark.usefixtures("oversubscribed")
+def test_who_waits_for_messages_of_others_sleeps_sooner():
+    slept: list[float] = []
+
+    def sleep(limit_s: float) -> bool:
+        slept.append(backoff.waited_s)
+        return True
+
+    backoff = Backoff(5.0)
+    assert backoff.wait_for(lambda: len(slept) >= 2, sleep, yield_s=0.02)
+    assert 0.02 <= slept[0] < slept[1]
+
+
+@pytest.mark.usefixtures("oversubscribed")
+def test_who_has_messages_in_flight_looks_after_them_more_often():
+    slept: list[float] = []
+
+    def sleep(limit_s: float) -> bool:
+        slept.append(limit_s)
+        return True
+
+    message = object()
+    assert Backoff(5.0).wait_for(lambda: len(slept) >= 1, sleep)
+    waiting.add_pending_message(message)
+    try:
+        assert Backoff(5.0).wait_for(lambda: len(slept) >= 2, sleep)
+    finally:
+        waiting.remove_pending_message(message)
+    assert slept[0] >= waiting.WAKEABLE_SLEEP_S > 2 * slept[1] > 0.0
+
+
+@pytest.mark.usefixtures("oversubscribed")
 def test_a_sleep_does_not_hide_the_time_limit():
     assert not Backoff(0.05).wait_for(lambda: False, lambda limit_s: True)
 

@@ -29,3 +29,9 @@ def test_a_group_without_shared_memory_gives_its_prepared_messages_back():
     assert len(communicator.open) == 2
     exchange.close()
     assert communicator.open == []
+
+
+def test_only_who_leaves_the_messages_to_another_rank_waits_for_them():
+    between = object()
+    assert InternodeDigestExchange(None, between, 0).waits_for_messages is False  # type: ignore[arg-type]
+    assert InternodeDigestExchange(object(), None, 0).waits_for_messages is True  # type: ignore[arg-type]
