@@ -14,9 +14,9 @@ __all__ = ["SAFETENSORS_DTYPES", "ReduceOp", "as_reduce_op", "check_op", "dtype_
 class ReduceOp(enum.Enum):
     """How elements of several ranks are combined; the names are those of torch.distributed.
 
-    bool: SUM and MAX are OR, PRODUCT and MIN are AND; there is no AVG. AVG is SUM divided by the number of
-    ranks; of integers the quotient is truncated toward zero, as NCCL does it. BAND, BOR and BXOR are for
-    integers and bool.
+    AVG is SUM divided by the number of ranks; the quotient of integers is truncated toward zero, as in NCCL.
+    For bool, SUM and MAX are a logical OR, PRODUCT and MIN a logical AND, and AVG is not defined. BAND, BOR
+    and BXOR are defined for integers and bool only, MIN and MAX not for complex numbers.
     """
 
     SUM = "SUM"

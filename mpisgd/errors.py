@@ -355,7 +355,7 @@ class NonFiniteGradients(MpisgdError, ArithmeticError):
 
 
 class PipelineFailed(MpisgdError, RuntimeError):
-    """Another rank of a pipeline has raised; says which, at what, and its error. Raised on all others.
+    """Another rank of a pipeline has raised an error, which the message quotes; raised on the others.
 
     Causes: an exception in a stage of another rank.
 

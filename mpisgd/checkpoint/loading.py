@@ -36,8 +36,8 @@ class Loaded(dict[str, Any]):
     """The plain values of a checkpoint, by name.
 
     Attributes:
-        path: of the file, on the host of the first rank; a URL is a str.
-        step: its number.
+        path: path of the file on the host of the first rank, or its URL as a str.
+        step: the step that was given to `save`.
         ranks: the number of ranks that saved it.
     """
 

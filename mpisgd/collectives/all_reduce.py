@@ -74,22 +74,23 @@ def all_reduce(
         op: elementwise combination, or its name ("avg"); AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
-        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `direct` (in each
-            other's memory, the same), `hierarchical` (shared memory on each of several hosts, messages
-            between them), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. Every name
-            works for every job: between several hosts `node` and `direct` become `hierarchical`, on one host
-            `hierarchical` becomes `node`, and on one rank the tensor stays as it is. An algorithm that is not
-            available falls back with one warning: `direct` to `node`, and these three to `auto` if there is
-            no shared memory. float16 and bfloat16 are summed in float32 by all algorithms and rounded once;
-            `node`, `direct` and `all_to_all` move 16-bit floats, `hierarchical` float32 in the reduction
-            between hosts and 16-bit floats afterwards, the others float32. For tensors on a GPU `auto` is
-            NCCL where there is one; any other algorithm goes through host memory.
+        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `direct` (each rank
+            reads and writes the tensors of the others by cross-memory attach, for ranks of one host),
+            `hierarchical` (shared memory on each of several hosts, messages between them), `ring`,
+            `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. Every name works for every job:
+            between several hosts `node` and `direct` become `hierarchical`, on one host `hierarchical`
+            becomes `node`, and on one rank the tensor stays as it is. An algorithm that is not available
+            falls back with one warning: `direct` to `node`, and these three to `auto` if there is no shared
+            memory. float16 and bfloat16 are summed in float32 by all algorithms and rounded once; `node`,
+            `direct` and `all_to_all` move 16-bit floats, `hierarchical` float32 in the reduction between
+            hosts and 16-bit floats afterwards, the others float32. For tensors on a GPU `auto` is NCCL where
+            there is one; any other algorithm goes through host memory.
 
     Raises:
         UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank, `tensor` is unchanged.
 
-    Cost: see the functions in `mpisgd.collectives.algorithms`.
+    Cost: docs/concepts/transports.md has a table of the bytes and messages of each algorithm.
     """
     group = group_or_world(group)
     if not (address := address_in_order(tensor)):

@@ -69,9 +69,10 @@ class BucketReducer(abc.ABC):
             again; a list with an entry for each of the layout's shapes is divided by parameter; a number,
             text or tuple is copied to all buckets; any other value is kept only for a bucket of the same
             parameters. A field is None before the first step, and in a bucket with new parameters.
-        leads_alone: whether only some ranks have the fields that are marked as `alike`.
-        is_fresh: whether `state` was replaced, or is that before the first step; who must know of it sets it
-            to False.
+        leads_alone: whether only some ranks, such as the first of each host, have the fields that are marked
+            as `alike`.
+        is_fresh: True before the first step, and after `state` was reset or loaded. A reducer that must
+            act upon that sets it to False afterwards.
     """
 
     state: Any = None
@@ -95,20 +96,21 @@ class BucketReducer(abc.ABC):
     def bytes_on_the_wire(self, size: int) -> int:
         """Return how many bytes each of `size` ranks sends in one `reduce`.
 
-        If that depends on the data or on the step: in the last step, if there was one.
+        If the number depends on the data or on the step, it is that of the last step, if there was one.
         """
 
     def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return kept tensors for some elements of the bucket that are not found by the shapes in `state`.
+        """Return views of kept values of some elements of the bucket, by name, for tensors of another shape.
 
-        If no rank has a gradient of a parameter, what is kept of it must not change. Such values in `state`
-        are found by their shape; a rank that owns a part of the elements returns here where they are.
-        It is called before and after `reduce`, also before the first one, with a state that was loaded: what
-        has the same name both times gets its values back, the rest becomes 0.
+        If no rank has a gradient of a parameter, the values that are kept for it must not change. In tensors
+        of `state` with the shape of the bucket they are found without this function. A reducer with tensors
+        of another shape, such as those of the elements that this rank owns, returns views into these here.
+        It is called before and after each `reduce`, also with a loaded state: a view whose name is returned
+        both times gets its earlier values back, and other views are set to 0.
 
         Args:
-            start: first of these elements in the bucket.
-            stop: the one after the last.
+            start: index of the first element in the bucket.
+            stop: index after the last element.
         """
         return {}
 
@@ -118,7 +120,7 @@ class BucketReducer(abc.ABC):
         restart(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part of `state` that this rank keeps: fields that are not as before the first step."""
+        """Return the fields of `state` that this rank has and that have changed since the beginning."""
         return begun(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -43,33 +43,37 @@ def context_parallel(
     Collective: all ranks of `mesh` enter with equal buffers, compute the same layers, and call `backward()`
     before they leave. Inside, `torch.nn.functional.scaled_dot_product_attention` of this thread takes this
     rank's queries, keys and values and returns its rows of the attention to the keys of all ranks; keys and
-    values travel around a ring, and so do their gradients in backward. All else in the model must work on
-    each place of the sequence by itself, with places from a buffer: of 2 n chunks of a sequence rank r of n
-    has numbers r and 2 n - 1 - r, so that causal masks give all ranks as much to do.
+    values travel around a ring, and so do their gradients in backward. All other layers must treat each
+    position of the sequence independently, and take position indices from a buffer. A sequence is cut into
+    2 n chunks for n ranks; rank r has chunks r and 2 n - 1 - r, so that with a causal mask all ranks have
+    equal work.
 
         with mpisgd.context_parallel(mesh, buffers=[tokens, targets, places], buffer_seq_dims=[1, 1, 0]):
             loss = cross_entropy(model(tokens, places).flatten(0, 1), targets.flatten())
             loss.backward()
 
-    The loss is the mean over this rank's part, and gradients are averaged over all ranks, those of `mesh` as
-    well as those that have other examples: `DistributedOptimizer` over all ranks, or DDP, does so.
+    The loss is the mean over this rank's part. Gradients must be averaged over all ranks, those of `mesh` and
+    those with other examples: `DistributedOptimizer` over all ranks, or DDP, does so.
 
     Args:
         mesh: the ranks: an axis of a DeviceMesh of the backend "mpisgd", `mesh["cp"]`, or a `Group`.
-        buffers: tensors on the CPU, the same on all ranks: inputs, targets, places. Each is replaced by this
-            rank's part of it, in memory of its own, and as it was before afterwards; what else refers to its
-            memory stays as it is. No parameters.
-        buffer_seq_dims: along which dimension each is divided, whose length divides by 2 n.
-        no_restore_buffers: of `buffers`, those that stay divided afterwards; that frees their memory.
+        buffers: tensors on the CPU, the same on all ranks, such as inputs, targets and positions; no
+            parameters. Inside the context each tensor has this rank's part of its values, in new memory;
+            afterwards it has its former memory again. Views of that memory are not changed.
+        buffer_seq_dims: for each buffer the dimension along which it is divided; its length must be a
+            multiple of 2 n.
+        no_restore_buffers: those of `buffers` that stay divided afterwards, which frees their former memory.
 
     Raises:
-        InvalidArgument, UnsupportedTensor: a buffer cannot be divided; inside, a strategy lets parameters
-            that are used differ by rank; in attention, dropout, a mask whose columns are divided, shapes that
-            do not fit. Names it; on every rank where all have given the same.
-        CollectiveMismatch: the ranks have other buffers, or call attention differently; on every rank.
+        InvalidArgument, UnsupportedTensor: a buffer cannot be divided. Inside: attention with dropout, with a
+            mask whose columns are divided, or with shapes that do not fit; or the model's parameters may
+            differ between ranks, as with `LocalSGD`. On every rank if all have passed the same.
+        CollectiveMismatch: the ranks have different buffers, or call attention differently; on every rank.
 
-    Cost: of a layer with keys and values of K bytes over all ranks, each rank sends (n - 1) / n K in forward,
-    and 2 (n - 1) / n K in backward (more in 16 bits: gradients travel in float32). Its activations are 1/n.
+    Cost: for a layer with keys and values of K bytes over all ranks, each rank sends (n - 1) / n K bytes in
+        forward, and 2 (n - 1) / n K bytes in backward (more with 16-bit dtypes, since gradients are sent in
+        float32). Each rank has 1 / n of the activations.
+
     Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
     group = _group_of(mesh)

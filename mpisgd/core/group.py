@@ -57,17 +57,18 @@ class Group:
         rank: this process's rank within the group, -1 if it is no member.
         size: number of members.
         job: the job of the group; set by `Job.add`.
-        ordinal: number among the groups of the same ranks, in the order in which they were made; the same on
+        ordinal: index among the groups of the same ranks, in the order in which they were made; the same on
             all members.
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
-        device: the transport of tensors on a GPU; None before there were any.
+        device: the transport of tensors on a GPU; None before the first one.
         pg_options: options of its NCCL communicator, if they are not the job's.
         streams: its own streams on GPUs.
         known_calls: cached results of checks of calls that are repeated.
         checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
             it; see `mpisgd.collectives.staging_check`.
-        num_owners: number of owners of operations so far, by kind; see `mpisgd.core.owner`.
-        made_for: what others have made for this group, and keep as long as it lives, by a key of theirs.
+        num_owners: number of optimizers and other owners of operations on this group so far, by kind; see
+            `mpisgd.core.owner`.
+        made_for: objects that other modules keep with this group as long as it exists, by a key of their own.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Group:
 
     @property
     def broken(self) -> MpisgdError | None:
-        """Why members can no longer do its operations, also once it was closed; None if they can."""
+        """The error with which operations of this group fail, also after it was closed; None if they work."""
         return None if self._resources is None else self._resources.queue.broken
 
     @property
@@ -162,7 +163,7 @@ class Group:
 
     @property
     def resources(self) -> GroupResources:
-        """All of the above in one call, which saves time for small messages."""
+        """The queue, the messages, the topology and the transports in one object; raises if not usable."""
         if self._usable is None:
             raise self._why_unusable()
         return self._usable
@@ -182,7 +183,16 @@ class Group:
         )
 
     def group_rank(self, name: str, what: str, global_rank: int) -> int:
-        """Return the place of a global rank in this group; `name` and `what` go into the error."""
+        """Return the group rank of a global rank.
+
+        Args:
+            name: the calling operation, for the error.
+            what: the argument that has the rank, for the error.
+            global_rank: rank of the job.
+
+        Raises:
+            InvalidRank: it is not in this group.
+        """
         try:
             return self.ranks.index(as_index(global_rank))
         except (ValueError, TypeError):

@@ -29,7 +29,10 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return True when the operation is done.
+        """Wait until the operation is done, and return True.
+
+        Args:
+            timeout_s: how long to wait; None: until the operation ends, which has its own timeout.
 
         Raises:
             CollectiveTimeout: the operation was not done within `timeout_s` seconds. It continues, and
@@ -44,7 +47,7 @@ class Work(abc.ABC):
     @property
     @abc.abstractmethod
     def error(self) -> BaseException | None:
-        """What went wrong, None if nothing has (yet)."""
+        """The error with which the operation has failed; None while it runs or if it has succeeded."""
 
     @abc.abstractmethod
     def get_future(self) -> "torch.futures.Future[Any]":
@@ -53,8 +56,8 @@ class Work(abc.ABC):
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, when the operation is over and before any `wait()` returns.
 
-        It is called at once if the operation is over already, or if this process does not learn when it is.
-        At most one callback.
+        It is called at once if the operation is over already, or if this process is not told of its end.
+        A work has at most one callback.
         """
         callback()
 
@@ -82,7 +85,7 @@ class CompletableWork(Work):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, None if nothing has (yet)."""
+        """The error with which the operation has failed; None while it runs or if it has succeeded."""
         return self._error
 
     def get_future(self) -> "torch.futures.Future[Any]":

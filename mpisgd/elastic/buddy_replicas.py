@@ -40,11 +40,11 @@ class PerRank:
         self.put = put
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: see `BuddyReplicas`."""
+        """Return an empty dict: the values are saved by replicas on other ranks."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing: see `BuddyReplicas`."""
+        """Do nothing: `put` gets the values from the replicas."""
 
 
 class HeldByOne(PerRank):

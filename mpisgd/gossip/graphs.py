@@ -181,7 +181,10 @@ class RandomPairs(Graph):
         return [[partner[rank]] if rank in partner else [] for rank in range(size)]
 
     def spectral_gap(self, size: int) -> float:
-        """Return that of the mean of all pairings W: E |W x|**2 = x' E[W] x, as each W is a projection."""
+        """Return the spectral gap of E[W], the mean of the matrices W of all pairings.
+
+        It is the expected decrease in a step, E |W x|**2 = x' E[W] x, since each W is a projection.
+        """
         if size <= 2:
             return 1.0
         return 1.0 - (size - 2) / (2 * (size - 1)) if size % 2 == 0 else 0.5

@@ -57,13 +57,13 @@ class MeshLayout(LayoutRules):
                 stands for one part of a dotted name, None for a dimension without a name. What is not
                 listed is copied to all ranks, and the outputs of modules not listed are laid out as DTensor
                 likes.
-            inputs: the same of each positional argument of forward, or of its only one.
-            outputs: the same of what the model returns.
+            inputs: dimension names of each positional argument of forward, or of its only one.
+            outputs: dimension names of the tensor that the model returns.
 
         Raises:
-            InvalidArgument: the layout breaks a rule, which the message quotes, the mesh has more or fewer
-                places than the job ranks, or names do not fit the model; found on every rank before anything
-                is sent. In forward: the size of an input.
+            InvalidArgument: the layout breaks a rule, which the message quotes, the mesh has another number
+                of places than the job has ranks, or names do not fit the model; found on every rank before
+                anything is sent. In forward: an input has a size that cannot be divided.
             CollectiveMismatch: the ranks' layouts, names or shapes differ; raised on every rank.
         """
         self.check_ranks(world().size)

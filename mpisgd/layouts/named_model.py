@@ -31,7 +31,8 @@ class NamedModel:
         loss: a function of what forward returns; by default the sum of its elements.
 
     Raises:
-        InvalidArgument: the names do not fit the model, or the example is none.
+        InvalidArgument: the names do not fit the model, or `example` is not a list of arguments whose first
+            one is a tensor of one or more examples.
     """
 
     model: nn.Module
@@ -54,7 +55,7 @@ class NamedModel:
         resolve_names(self.model, self.names, self.inputs, self.outputs)
 
     def of_examples(self, number: int) -> "NamedModel":
-        """Return it with so many examples in place of as many as the first argument has."""
+        """Return this model with an example of `number` rows, in every argument with as many as the first."""
         rows = len(self.example[0])
 
         def resized(arg: Any) -> Any:

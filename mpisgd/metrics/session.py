@@ -147,25 +147,26 @@ def _forget() -> None:
 def start(port: int | None = None, *, address: str = "127.0.0.1") -> None:
     """Measure what the ranks of the job do, and serve it to Prometheus. Collective over the job.
 
-    The first rank of each host serves the numbers of its host's ranks, at the same port of each host. Calls
-    `init()` if need be; ends with `shutdown()` or `stop()`. After the loss of a rank it goes on in the new
-    world, with sums from 0 on. A second call with the same arguments does nothing. Before a process that
-    replaces a lost one has joined its job, it does nothing there.
+    The first rank of each host serves the numbers of its host's ranks, at the same port on each host.
+    Calls `init()` if necessary. Measuring ends with `shutdown()` or `stop()`. After the loss of a
+    rank it continues, and all sums begin at 0 again. A second call with the same arguments does nothing, and
+    so does a call in a process that replaces a lost one and has not joined the job yet.
 
     Args:
-        port: 1 to 65535; 0: one that is free on each host, which it prints; None: only measure, for `read()`.
-            Environment: MPISGD_METRICS_PORT, or `python -m mpisgd run --metrics-port`.
-        address: at which each host listens; by default its own processes alone can connect, those of all its
-            users. `0.0.0.0`: all addresses of the host; nobody is asked for a password.
-            Environment: MPISGD_METRICS_ADDRESS.
+        port: 1 to 65535; 0: each host takes a free port and prints it; None: measure for `read()` only, and
+            do not serve. Environment: MPISGD_METRICS_PORT, or `python -m mpisgd run --metrics-port`.
+        address: the address at which each host listens. With the default, only processes of the same host
+            can connect, those of other users included. `0.0.0.0`: all addresses of the host. There is no
+            authentication. Environment: MPISGD_METRICS_ADDRESS.
 
     Raises:
-        InvalidArgument: a host cannot listen there, lacks `prometheus_client`, or its ranks share no memory;
-            metrics are served elsewhere already; on all ranks. Or an argument is wrong; found locally.
+        InvalidArgument: an argument is wrong; found locally. Or, on all ranks: a host cannot listen at the
+            address or has no `prometheus_client`, the ranks of a host share no memory, or metrics are
+            already served at another address.
         CollectiveMismatch: the ranks gave different arguments.
 
-    Cost: an operation appends what it took to a list, and a thread adds it up once per second; an answer
-    asks the ranks of the host what they do. Between ranks nothing is sent.
+    Cost: each operation appends its times to a list, which a thread sums once per second. For an
+        answer the ranks of the host are asked for their state. Nothing is sent between ranks.
     """
     wrong_type = port is not None and (isinstance(port, bool) or not isinstance(port, int))
     if wrong_type or not 0 <= (port or 0) <= LAST_PORT:
@@ -202,7 +203,7 @@ def _start_together(job: Any, endpoint: Endpoint) -> str:
 
 
 def stop() -> None:
-    """Neither measure nor serve any more; do nothing without it. Collective over the job."""
+    """Stop measuring and serving; do nothing if `start()` was not called. Collective over the job."""
     if is_initialized():
         world().queue.run(Operation("metrics.stop"), end)
 

@@ -274,7 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def register_step_pre_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
-        """Register a hook, which sees reduced gradients, and whose changes count in the step."""
+        """Register a hook that is called before the update, and may read or change reduced gradients."""
         handle = super().register_step_pre_hook(hook)
         keep_last(self)
         return handle
@@ -459,7 +459,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group: the ranks that train together, all of the job by default.
 
         Raises:
-            InvalidArgument: the strategy does not go with these ranks, or cannot change them.
+            InvalidArgument: the strategy cannot train on these ranks, or cannot continue on other ranks.
         """
         members = group_or_world(group)
         whole = "" if self._synchronizer.has_whole_state else ", with a part of the state"

@@ -239,6 +239,9 @@ def estimate_memory(
             further line with `share_parameters=True` for each that allows it. Also layouts of
             `ranks` ranks, such as `mpisgd.layout("batch:dp; hidden:tp", mesh="dp:2, tp:2")`.
 
+    Returns:
+        An estimate for each strategy; iterate over them, or print all as a table.
+
     Raises:
         InvalidArgument: an invalid number, an optimizer whose state cannot be found, a strategy without
             `cost`, or a layout that is not legal for the model.

@@ -201,7 +201,7 @@ class Window:
 
         Args:
             rank: global rank.
-            timeout_s: how long to wait, instead of the group's limit.
+            timeout_s: how long to wait, instead of the group's timeout.
 
         Returns:
             -1. On one host, if a rank was lost while it held the lock, that rank: what the lock protects may
@@ -265,7 +265,7 @@ class Window:
         return memory.local(place)
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process of `rank` has not ended; on one host. Between hosts True."""
+        """Return whether the process of `rank` still runs; always True for a window between hosts."""
         memory, place = self._target("Window.is_alive", "rank", rank)
         return memory.is_alive(place)
 

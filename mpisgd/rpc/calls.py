@@ -34,8 +34,8 @@ def rpc_sync(
     Args:
         to: a worker's name, its rank, or its WorkerInfo.
         func: a function that the other rank can import, or an operator of torch.
-        args: of the call.
-        kwargs: keyword arguments.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
         timeout: in seconds; 0: no timeout; by default that of `init_rpc`.
 
     Raises:
@@ -44,7 +44,7 @@ def rpc_sync(
         InvalidArgument: there is no such worker; `func` cannot be called.
         NotInitialized: RPC does not run.
         UnsupportedTorch: an argument is an RRef, and RPC was started before in this process.
-        RuntimeError: the function has raised an error; has its text and its traceback.
+        RuntimeError: the function has raised an error; the message has its text and its traceback.
     """
     call = _prepare("rpc_sync", to, func, args, kwargs)
     with _awaited(call, _limit_s(timeout)):

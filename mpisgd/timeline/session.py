@@ -63,12 +63,13 @@ def start_timeline(path: str) -> None:
     """Record the communication of every rank from now on. Collective over the job.
 
     Args:
-        path: a file of all ranks, which rank 0 writes when the timeline or the program ends; until then (and
-            after a crash) every rank has a file beside it, NAME.rankN.json. A name with `{rank}`, or a
-            folder: one file per rank and none of all. Environment: MPISGD_TIMELINE.
+        path: the file into which rank 0 writes the recordings of all ranks when the timeline or the program
+            ends. Until then, and after a crash, each rank has its own file beside it, NAME.rankN.json. If
+            `path` contains `{rank}` or is a folder, there are only the files of the ranks. Environment:
+            MPISGD_TIMELINE.
 
     Raises:
-        InvalidArgument: a rank cannot write to `path`; on all ranks. Or it is not a text; found locally.
+        InvalidArgument: `path` is not a str; found locally. Or a rank cannot write to it; on all ranks.
         CollectiveMismatch: the ranks gave different paths.
 
     The files are in Chrome's trace format: open them at https://ui.perfetto.dev, or summarize them with

@@ -122,12 +122,12 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._issue(opts, tensors, [partial(all_reduce_coalesced, tensors, op)])
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Copy the root's tensors into everyone's."""
+        """Copy the root's tensors into those of every rank."""
         root = self._job_rank(opts.rootRank)
         return self._issue(opts, tensors, [partial(broadcast, t, root) for t in tensors])
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Combine each tensor over the group, into the root's; the others keep theirs."""
+        """Combine each tensor over the group into that of the root; on other ranks it is unchanged."""
         root, op = self._job_rank(opts.rootRank), compat.reduction_of(opts.reduceOp)
         factor = compat.factor_of(opts.reduceOp)
         sources = tensors
@@ -138,13 +138,13 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._issue(opts, tensors, [partial(reduce, t, root, op) for t in sources])
 
     def allgather(self, outputs: TensorLists, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Copy everyone's `inputs[i]` into `outputs[i]`, by rank; ranks' sizes may differ."""
+        """Copy `inputs[i]` of rank r into `outputs[i][r]` of every rank; sizes may differ between ranks."""
         pairs = list(zip(outputs, inputs, strict=True))
         result = list(outputs[0]) if len(pairs) == 1 else list(outputs)
         return self._issue(opts, result, [partial(all_gather, o, t) for o, t in pairs])
 
     def allgather_coalesced(self, outputs: TensorLists, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Copy everyone's `inputs[i]` into `outputs[rank][i]`."""
+        """Copy `inputs[i]` of rank r into `outputs[r][i]` of every rank."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: TensorLists, opts: Any = None) -> dist.Work:
@@ -183,7 +183,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._issue(opts, list(outputs), [partial(all_to_all, outputs, inputs)])
 
     def gather(self, outputs: TensorLists, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Copy everyone's `inputs[i]` into the root's `outputs[i]`, by rank."""
+        """Copy `inputs[i]` of rank r into `outputs[i][r]` of the root."""
         root = self._job_rank(opts.rootRank)
         lists: Sequence[Any] = outputs or [None] * len(inputs)  # only the root has some
         result = list(outputs[0]) if outputs else []
@@ -192,7 +192,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         )
 
     def scatter(self, outputs: Tensors, inputs: TensorLists, opts: Any = None) -> dist.Work:
-        """Hand entry r of the root's `inputs[i]` to rank r's `outputs[i]`."""
+        """Copy `inputs[i][r]` of the root into `outputs[i]` of rank r."""
         root = self._job_rank(opts.rootRank)
         lists: Sequence[Any] = inputs or [None] * len(outputs)  # only the root has some
         pairs = zip(outputs, lists, strict=True)
@@ -201,11 +201,11 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     # -- collectives on one tensor ---------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Put everyone's `input` into everyone's `output`, in rank order."""
+        """Gather `input` of all ranks into `output` of every rank, in rank order."""
         return self._issue(opts, [output], [partial(all_gather_into_tensor, output, input)])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Put everyone's `inputs[i]` into everyone's `outputs[i]`, in few messages."""
+        """Gather `inputs[i]` of all ranks into `outputs[i]` of every rank, in few messages."""
         return self._issue(opts, list(outputs), [partial(all_gather_into_tensor_coalesced, outputs, inputs)])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
@@ -234,7 +234,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """Hand piece r of `input` (along its first dimension) to rank r."""
+        """Send piece r of `input`, cut along its first dimension, to rank r; `output` gets the pieces."""
         sizes = (list(output_split_sizes) or None, list(input_split_sizes) or None)
         return self._issue(opts, [output], [partial(all_to_all_single, output, input, *sizes)])
 
@@ -330,11 +330,11 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._desc
 
     def setGroupName(self, name: str) -> None:
-        """Take torch's name for the group."""
+        """Set the name that torch gives the group."""
         self._name = name
 
     def setGroupDesc(self, desc: str) -> None:
-        """Take what torch says the group is for."""
+        """Set the description that torch gives the group."""
         self._desc = desc
 
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
@@ -376,7 +376,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return compat.HAS_RECONFIGURE and are_handles_known()
 
     def get_reconfigure_handle(self) -> str:
-        """Return what names this process in `reconfigure`; the same as long as it lives."""
+        """Return the text that identifies this process in `reconfigure`; it never changes."""
         if not are_handles_known():
             raise UnsupportedOp(
                 "get_reconfigure_handle: needs a default group of 'mpisgd', and a job that mpisgd.elastic "
@@ -385,23 +385,23 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return handle_of_process()
 
     def reconfigure(self, opts: Any) -> dist.Work:
-        """Give the group the members that `opts.handles` names. Collective over these alone.
+        """Replace the members of the group by those that `opts.handles` names. Collective over these.
 
-        If a rank of the job was lost, all ranks that are left must call it, and it also begins the job anew
-        with them; other groups can be reconfigured afterwards. Members are ranks of the job.
+        The members are ranks of the job. If a rank of the job was lost, all remaining ranks must call it; it
+        then also restarts the job with them, and other groups can be reconfigured afterwards.
 
         Args:
-            opts: torch's ReconfigureOptions. `uuid`, the same on all members and new to this group.
-                `handles`, a list in the order of the ranks, or a set, which are ranked as in the job.
-                `timeout` of the reconfiguration. `hints` are not used.
+            opts: torch's ReconfigureOptions. `uuid`: the same on all members, and new to this group.
+                `handles`: a list in the order of the new ranks, or a set, for the order of the job.
+                `timeout`: of the reconfiguration. `hints` are not used.
 
         Returns:
-            A finished `Work`. Where this raises, the group stays as it was.
+            A finished `Work`. If an error is raised, the group is unchanged.
 
         Raises:
-            InvalidArgument: a uuid that was used, no timeout that is positive, or handles of which one is
-                unknown, named twice or this rank's missing; before anything is sent.
-            CollectiveMismatch: members gave another order.
+            InvalidArgument: the uuid was used before, the timeout is not positive, or a handle is unknown,
+                given twice, or that of this rank is missing; before anything is sent.
+            CollectiveMismatch: members gave different orders.
             CollectiveTimeout: a member did not come, or gave another uuid or other handles.
             JobError: after a loss, this is the smaller part of a partitioned network.
         """
@@ -444,8 +444,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def abort(self) -> None:
         """End this rank's waits in the group with an error; every later operation raises.
 
-        May be called from any thread. This rank has left the group then: others that destroy the group or end
-        the program do not wait for it; their operations with it raise at the group's timeout.
+        May be called from any thread. This rank then no longer belongs to the group: other ranks do not wait
+        for it when they destroy the group or end the program; their operations raise at the group's timeout.
         """
         if (group := self._found_group()) is None or not group.is_usable:
             return  # nothing waits

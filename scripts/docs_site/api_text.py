@@ -69,6 +69,8 @@ def _body(name: str, node: ast.AST | None, aliased: str) -> Iterator[str]:
         yield from _members(last, node)
     else:
         yield f"`{aliased}`\n"
+        if isinstance(node, ast.Constant):  # the text below the assignment
+            yield as_markdown(str(node.value)) + "\n"
 
 
 def _constructor(name: str, node: ast.ClassDef) -> str:
@@ -91,6 +93,7 @@ def _constructor(name: str, node: ast.ClassDef) -> str:
         )
     line = f"class {name}({', '.join(bases)})" if bases else f"class {name}"
     values = [ast.unparse(each.targets[0]) for each in node.body if isinstance(each, ast.Assign)]
+    values = [value for value in values if not value.startswith("_")]
     return f"{line}: {', '.join(values)}" if any("Enum" in base for base in bases) else line
 
 
@@ -122,7 +125,8 @@ def _definition(path: str) -> tuple[ast.AST | None, str]:
                 return node, f"{module}.{last}"
         source = _imported(tree, module, last)
         if source is None:
-            return None, _statement(tree, last) or f"{module}.{last}"
+            text, statement = _statement(tree, last)
+            return text, statement or f"{module}.{last}"
         module, last = source
     raise RuntimeError(f"{path}: where is it defined?")
 
@@ -137,14 +141,16 @@ def _imported(tree: ast.Module, module: str, name: str) -> tuple[str, str] | Non
     return None
 
 
-def _statement(tree: ast.Module, name: str) -> str:
-    """The assignment of a name at the top of a module, on one line."""
-    for node in tree.body:
+def _statement(tree: ast.Module, name: str) -> tuple[ast.Constant | None, str]:
+    """The text below the assignment of a name at the top of a module, and the assignment on one line."""
+    for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if ast.unparse(target) == name:
-                return " ".join(ast.unparse(node).split())
-    return ""
+                text = after.value if isinstance(after, ast.Expr) else None
+                line = " ".join(ast.unparse(node).split())
+                return (text if isinstance(text, ast.Constant) else None), line
+    return None, ""
 
 
 @cache

@@ -66,7 +66,19 @@ class AdaptiveSum(Compressor):
 
 
 Adasum = AdaptiveSum()
-"""The adaptive sum, for `op=` of `DistributedOptimizer`."""
+"""The adaptive sum, for `op=` of `DistributedOptimizer`: each parameter's gradients are combined adaptively.
+
+Of two gradients a and b
+
+    (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b
+
+which is their sum where they are orthogonal, and their mean where they are parallel. Any number of ranks; the
+learning rate need not grow with it.
+
+Cost: sends size - 1 times the gradients' bytes, and takes the memory of `size` buckets.
+
+Source: Maleki et al. 2020, "Scaling Distributed Training with Adaptive Summation".
+"""
 
 
 class _AdasumReducer(BucketReducer):

@@ -50,7 +50,7 @@ class Auto(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """What holds whichever candidate is chosen."""
+        """The traits that hold for every candidate."""
         each = [candidate.traits for candidate in self.candidates]
         return Traits(
             dtypes=frozenset().union(*(traits.dtypes for traits in each)),

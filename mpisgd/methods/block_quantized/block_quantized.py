@@ -37,20 +37,21 @@ class BlockQuantized(Compressor):
     each parameter and each chunk.
 
     Between hosts use `PerHost(BlockQuantized(bits=4))`, or `Sharded(gradients=BlockQuantized(bits=4))`: the
-    ranks of a host then average in shared memory what ZeRO++ quantizes a first time there. Infinite and NaN
-    gradients arrive as such, at least in places.
+    ranks of a host then average in shared memory, without quantization, where ZeRO++ quantizes a first time.
+    If a block has an infinite or NaN gradient, some or all of its elements become infinite or NaN.
 
     Attributes:
         bits: bits of an element, including the sign; 2 to 8.
         block: elements that share a scale.
-        error_feedback: whether what both steps leave out is added to the next gradient: on each rank, and for
-            the chunk that it owns. Without it nothing is kept from step to step.
+        error_feedback: whether the rounding errors of both steps are added to the next gradient: each rank
+            keeps that of its own gradient, and that of the average of its chunk.
 
     Raises:
         InvalidArgument: at construction.
 
-    Cost: of n elements each rank sends 2 (size - 1) / size times `bits` n bits, and a scale for each block;
-        on two ranks as much as a compressor that sends its codes to all, on others less.
+    Cost: for n elements each rank sends 2 (size - 1) / size times `bits` n bits, and a scale for each block.
+        On two ranks that is as much as with a compressor that sends its codes to all ranks, on more ranks it
+        is less.
     """
 
     bits: int = 4
@@ -74,7 +75,7 @@ class BlockQuantized(Compressor):
         return TwoStepReducer(lengths_of(layout), layout, code, Errors() if self.error_feedback else None)
 
     def code_of(self, lengths: Sequence[int], dtype: torch.dtype) -> BlockCode:
-        """Return the code of pieces of these lengths, in a message of no other size than that."""
+        """Return the code of a message with pieces of these lengths, in elements, without padding."""
         return BlockCode(lengths, dtype, len(lengths), sum(lengths), bits=self.bits, block=self.block)
 
     @property

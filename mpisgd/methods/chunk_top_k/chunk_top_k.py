@@ -47,27 +47,28 @@ class ChunkTopK(WideCompressor):
         e_i = m_i - s_i
         g   = mean of s_i over the ranks       (or the sum, with op=SUM)
 
-    The decay makes of the residual a local momentum, which SparseLoCo has instead of an outer one; see
-    `mpisgd.SparseLoCo`. With `error_decay` below 1 a part of what is left out never arrives.
+    With the decay the residual acts as a local momentum, which takes the place of the outer momentum in
+    `mpisgd.SparseLoCo`. With `error_decay` below 1 a part of what is left out is never sent.
 
-    A chunk has consecutive elements of a parameter, in the order of its memory; its last one may be shorter,
-    and sends as large a part, but one element at least. Of equal magnitudes the first ones are sent. Q(v) is
-    the sign of v and the nearest of 2^(bits - 1) levels, which are evenly spaced from the smallest to the
-    largest magnitude that is sent of the chunk. So no element has an error larger than itself, and with
-    `bits=2` each becomes one of the two. Infinite and NaN elements make what is sent of their chunk NaN.
+    A chunk has consecutive elements of a parameter, in the order of its memory. The last chunk of a parameter
+    may be shorter; the same share of it is sent, but at least one element. Of equal magnitudes the first ones
+    are sent. Q(v) has the sign of v and the nearest of 2^(bits - 1) levels of magnitude, which are evenly
+    spaced from the smallest to the largest magnitude that is sent of the chunk. So no element has an error
+    larger than itself; with `bits=2` there are two levels. If a chunk has an infinite or NaN element, all
+    elements that are sent of it become NaN.
 
-    Error feedback, its decay, top-k of chunks, and the mean over all ranks are those of the paper. Its "2-bit
-    quantization" is another one. In published programs for the method a code is one of four ranges of what a
-    tensor sends, by default 1.5 standard deviations wide, and stands for the mean of its range; chunks are
-    blocks of 64 x 64 elements of a matrix; and an element's mean is over the ranks that have sent it. Here
-    bounds are those of a chunk and need no sums, so that results do not depend on the order of additions,
-    and chunks are of flat memory.
+    Error feedback, its decay, top-k of chunks, and the mean over all ranks are those of the paper; the
+    quantization is not. In published programs for the method a code is one of four ranges of the sent values
+    of a tensor, by default 1.5 standard deviations wide, and decodes to the mean of its range; chunks are
+    blocks of 64 x 64 elements of a matrix; and the mean of an element is over the ranks that have sent it.
+    Here the levels of a chunk need no sums, so that results do not depend on the order of additions.
 
     Attributes:
-        keep: elements of a whole chunk that are sent.
-        chunk: 1 to 65536.
-        bits: of an element that is sent, its sign included; 2 to 8.
-        error_decay: how much of what was left out is added to the next gradient, 0 to 1. 0: nothing is kept.
+        keep: number of elements that are sent of a whole chunk.
+        chunk: number of elements of a chunk, 1 to 65536.
+        bits: number of bits for each element that is sent, including its sign; 2 to 8.
+        error_decay: share of what was not sent that is added to the next gradient, 0 to 1. With 0 no residual
+            is kept.
 
     Raises:
         InvalidArgument: at construction.
@@ -92,13 +93,13 @@ class ChunkTopK(WideCompressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """What is left out is added to the next gradient, in part."""
+        """A part of what is not sent is added to the next gradient."""
         return Traits(has_error_feedback=self.error_decay > 0, fades=0 < self.error_decay < 1)
 
     def codec(self, layout: BucketLayout) -> ChunkCode:
-        """Return the codec of a bucket. The largest element of each chunk arrives as it is, but for rounding.
+        """Return the codec C of a bucket.
 
-        So |x - C(x)|^2 <= (1 - 1 / chunk) |x|^2.
+        The largest element of each chunk is sent without error, so |x - C(x)|^2 <= (1 - 1 / chunk) |x|^2.
         """
         return ChunkCode(layout, keep=self.keep, chunk=self.chunk, bits=self.bits)
 
@@ -111,8 +112,8 @@ class ChunkTopK(WideCompressor):
     def coding(self) -> Coding:
         """Return what compressing costs beside the bytes, for `plan`.
 
-        Places and codes go to all ranks; magnitudes of a chunk are compared. Meanwhile what is sent of an
-        element has a byte for each part, and one for each bit of a part of which bytes have no whole number.
+        Indices and codes are sent to all ranks. While they are packed, each part of an element takes one
+        byte, and one more for each of its bits if these do not divide a byte evenly.
         """
         parts = [*place_bits(self.chunk), self.bits]
         nbytes = len(parts) + max(0 if 8 % bits == 0 else bits for bits in parts)

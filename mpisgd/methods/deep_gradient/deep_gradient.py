@@ -91,7 +91,7 @@ class DeepGradient(WideCompressor, HasMomentum):
 
     @cached_property
     def traits(self) -> Traits:
-        """With a velocity, the same gradient counts in later steps; what is clipped is no multiple."""
+        """Not additive, since the velocity applies a gradient again later; clipping is not homogeneous."""
         return Traits(is_additive=self.momentum == 0, is_homogeneous=self.clip_norm is None)
 
     def ratio_at(self, step: int) -> float:

@@ -77,32 +77,34 @@ class DiLoCo(Strategy):
             `sync_every`.
         overlap_alpha: the weight of the parameters after these steps when they are mixed with the result of
             the outer step; 0 discards the steps.
-        quorum: learners that an outer step needs, or "all": each rank is a learner then, and trains at its
-            own pace. An outer step is taken with those that have arrived, as soon as the quorum is there and
-            `grace_s` after it is over, or all have come; a learner without a part in the outer step before is
-            not waited for. One that arrives later takes part in the next one, and goes on from the newest
-            outer parameters without waiting; the others wait for it, `grace_s` at most in each outer step,
-            until it is in step with them again. A change is that from the outer parameters of the step to the
-            learner's (Decoupled DiLoCo, arXiv 2604.21428). After its last step a learner calls
-            `optimizer.synchronizer.finish()`. None: all ranks together, in step.
-        grace_s: with `quorum`, how many seconds learners wait for others once the quorum is there; 10 by
-            default.
-        weights: with `quorum`, what a change counts: "tokens": examples^2 / steps, with the examples that
-            `optimizer.synchronizer.next_batch(examples=)` was told of before each step, or as many as steps;
-            "equal". By default "tokens".
+        quorum: number of learners that an outer step needs, or "all". Each rank is then a learner, which
+            trains at its own pace; see below. None: all ranks take each outer step together.
+        grace_s: with `quorum`, how many seconds the learners of an outer step wait for the others once the
+            quorum has arrived; 10 by default.
+        weights: with `quorum`, the weight of a learner's change in the mean. "tokens", the default:
+            examples^2 / steps, where the program passes the examples of each step to
+            `optimizer.synchronizer.next_batch(examples=)`; without that, the number of steps. "equal": 1.
 
     Module buffers (`named_buffers`) are averaged whenever the first fragment is synchronized.
 
-    With `quorum` the first rank of the group has the outer parameters and a thread that serves the others: it
-    needs an MPI at thread level MULTIPLE. With all learners, and equal weights, the result is that without
-    `quorum`, to the last bit. Under `mpirun --with-ft ulfm` the loss of another rank than the first ends
-    nothing: nobody waits for it longer than `grace_s`, and no step has a collective operation in it. All
-    other collectives of the program raise `PeerLost` then. `state_dict()` of the first rank has the outer
-    parameters, and waits until the learners have come as far as this rank; as many ranks load what each of
-    them has saved, and no others.
+    With `quorum` (Decoupled DiLoCo, arXiv 2604.21428) an outer step is taken with the learners that have
+    arrived: when all have, or `grace_s` after the quorum has. A learner that arrives later takes part in the
+    next outer step, and continues at once from the newest outer parameters; in each outer step the others
+    wait for it, at most `grace_s`, until it is in step again. A learner that had no part in the previous
+    outer step is not waited for. After its last step each learner calls `optimizer.synchronizer.finish()`.
+    With `quorum="all"` and `weights="equal"` the result has the same bits as without `quorum`.
 
-    Cost: every `sync_every` steps a learner sends its parameters to the first rank, and receives as many;
-        that one has a copy of what each learner has sent, and two of the parameters, in host memory.
+    With `quorum` the first rank of the group keeps the outer parameters, and a thread of it serves the other
+    learners, so that MPI must run at thread level MULTIPLE. Steps contain no collective operation. Under
+    `mpirun --with-ft ulfm` the training therefore survives the loss of any rank but the first, and all other
+    collectives of the program raise `PeerLost` from then on. On the first rank `state_dict()` contains the
+    outer parameters, and waits until all learners have taken as many steps as this rank. A state can only be
+    loaded by the same number of ranks, each of which loads what it has saved.
+
+    Cost: every `sync_every` steps an all-reduce of the change of the parameters; each rank keeps a copy of
+        the parameters and the state of the outer optimizer. With `quorum`, instead: every `sync_every` steps
+        each learner sends its parameters to the first rank and receives the outer ones; in host memory the
+        first rank has a copy of what each learner has sent, and two further copies of the parameters.
     """
 
     sync_every: int = 100
@@ -203,10 +205,10 @@ class DiLoCo(Strategy):
         return self.outer_options
 
     def make_outer(self, params: list[Tensor]) -> torch.optim.Optimizer:
-        """Return the outer optimizer of `params`.
+        """Return a new outer optimizer that updates `params`.
 
         Raises:
-            InvalidArgument: its class does not accept `outer_options`.
+            InvalidArgument: the class `outer_optimizer` does not accept `outer_options`.
         """
         options = self.outer_options
         if options is not None and not isinstance(options, Mapping):
@@ -236,10 +238,10 @@ class DiLoCo(Strategy):
         return replace(LOCAL_STEPS, compression=compression, uneven_data=yes(WEIGHTED), elastic=elastic)
 
     def check(self, training: Training) -> None:
-        """Raise if the parameters cannot be trained so; see `Strategy.check`.
+        """Raise if this strategy cannot train the parameters; see `Strategy.check`.
 
         Raises:
-            InvalidArgument: also if there are fewer parameters than fragments.
+            InvalidArgument: says why; one reason is fewer parameters than fragments.
         """
         super().check(training)
         number = len(training.named)
@@ -250,7 +252,7 @@ class DiLoCo(Strategy):
             )
 
     def check_ranks(self, training: Training) -> None:
-        """Raise if there are fewer ranks than the quorum, or if MPI lacks what it needs."""
+        """Raise if there are fewer ranks than the quorum, or if the thread level of MPI is too low."""
         if self.quorum is None:
             return
         group = training.group

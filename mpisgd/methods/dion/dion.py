@@ -68,27 +68,28 @@ class Dion(OptimizerByAlgorithm, CompressedMomentumOptimizer):
         Q   = R with columns of norm 1
         X   = (1 - lr weight_decay) X - lr scale P Q^T
 
-    which is Dion with the mean of the gradients, up to rounding; only P, R and the gradients of the rest are
-    sent. The momentum M_i is each rank's own: `state_dict()` is collective, and gives all ranks the mean.
+    Up to rounding this is Dion with the mean of the gradients. Only P, R and the gradients of the other
+    parameters are sent. Each rank has its own momentum M_i; `state_dict()` is collective, and returns the
+    mean of the momenta on all ranks.
 
     Args:
         params: as for any torch optimizer; `model.named_parameters()` where `adamw` has names. A group may
             say what updates it, by the key "algorithm": "dion" or "adamw".
-        lr: of both, unless `adamw_lr` is given.
-        weight_decay: of both, unless `adamw_weight_decay` is given; decoupled.
+        lr: learning rate of Dion and, unless `adamw_lr` is given, of AdamW.
+        weight_decay: decoupled weight decay of Dion and, unless `adamw_weight_decay` is given, of AdamW.
         momentum: mu.
-        rank_fraction: above 0, at most 1. At 1/2 a square matrix sends as much as its gradient is large.
-        adjust_lr_fn: scale: "spectral_norm": sqrt(m / n); "match_rms_adamw": 0.2 sqrt(max(m, n)), with which
-            a learning rate for AdamW does; "none": 1.
+        rank_fraction: above 0, at most 1. At 1/2 as much is sent for a square matrix as its gradient has.
+        adjust_lr_fn: the factor "scale" above. "spectral_norm": sqrt(m / n); "match_rms_adamw":
+            0.2 sqrt(max(m, n)), for which a learning rate that was tuned for AdamW can be used; "none": 1.
         adamw: names of parameters or modules whose matrices AdamW updates; `*` stands for anything.
         adamw_lr: see torch.optim.AdamW, as for `adamw_betas`, `adamw_eps` and `adamw_weight_decay`.
-        seed: of the first Q, which is normally distributed and the same on all ranks.
+        seed: seed of the first Q, which is normally distributed and the same on all ranks.
         group: the ranks that train together, all of the job by default.
 
     See `CompressedMomentumOptimizer` for the contract and errors.
 
-    Cost: all-reduces of r m and of r n words for each matrix, and of the gradients of the rest; in each step
-        a byte per parameter.
+    Cost: all-reduces of r m and of r n words for each matrix, and of the gradients of other parameters; in
+        each step one byte per parameter.
     """
 
     goes_with: ClassVar[GoesWith] = replace(

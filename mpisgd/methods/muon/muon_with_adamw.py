@@ -34,17 +34,18 @@ class MuonWithAdamW(OptimizerByAlgorithm):
         optimizer = mpisgd.MuonWithAdamW(model.named_parameters(), lr=2e-3, adamw=["embedding", "head"])
         optimizer = mpisgd.DistributedOptimizer(optimizer, strategy=mpisgd.Sharded(1))
 
-    Embeddings and the head are matrices, too, which Muon is not meant for: name them in `adamw`. Ranks that
-    divide the updates (`Sharded`, `share_parameters=True`) have whole matrices, each about equally much to
-    orthogonalize, and parts of the rest.
+    Muon is not meant for embeddings and the head, which are matrices, too: name them in `adamw`. If ranks
+    divide the updates (`Sharded`, `share_parameters=True`), each rank updates whole matrices, with about
+    equal work for all ranks, and a part of the other parameters.
 
     Args:
         params: as for any torch optimizer; `model.named_parameters()` where `adamw` has names. A group may
             say which of both updates it, by the key "algorithm": "muon" or "adamw".
-        lr: of both, unless `adamw_lr` is given.
-        weight_decay: of both, unless `adamw_weight_decay` is given; decoupled.
-        momentum: see torch.optim.Muon, as for `nesterov`, `ns_steps` and `adjust_lr_fn`; here the latter is
-            by default that with which a learning rate for AdamW does for Muon.
+        lr: learning rate of Muon and, unless `adamw_lr` is given, of AdamW.
+        weight_decay: decoupled weight decay of Muon and, unless `adamw_weight_decay` is given, of AdamW.
+        momentum: see torch.optim.Muon, as for `nesterov`, `ns_steps` and `adjust_lr_fn`. The default of
+            `adjust_lr_fn` is not torch's: with "match_rms_adamw" a learning rate that was tuned for AdamW
+            can be used.
         adamw: names of parameters or modules whose matrices AdamW updates; `*` stands for anything.
         adamw_lr: see torch.optim.AdamW, as for `adamw_betas`, `adamw_eps` and `adamw_weight_decay`.
 
@@ -94,11 +95,14 @@ class MuonWithAdamW(OptimizerByAlgorithm):
         return {**super().__getstate__(), "_of_algorithm": self._of_algorithm}
 
     def whole_update_work(self, param: Tensor, options: Mapping[str, Any]) -> float | None:
-        """Return the work of a matrix's update; None: each element is updated by itself.
+        """Return the work of the update of a whole matrix, in units of the update of one element.
 
         Args:
             param: a parameter.
-            options: of its group.
+            options: the options of its parameter group.
+
+        Returns:
+            The work; None for parameters of AdamW, whose elements are updated independently of each other.
         """
         return matrix_work(param.shape, options["ns_steps"]) if options[ALGORITHM] == MUON else None
 

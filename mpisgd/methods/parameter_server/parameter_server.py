@@ -156,7 +156,7 @@ class ParameterServer(Strategy):
             raise InvalidArgument("ParameterServer: pull_every needs an optimizer with a learning rate `lr`")
 
     def check_ranks(self, training: Training) -> None:
-        """Raise unless ranks without locks share memory, and servers are among the ranks, and workers."""
+        """Raise if `locked=False` spans hosts, if a server is not in the group, or if no worker is left."""
         group = training.group
         if not self.locked and group.shared_memory is None and group.size > 1:
             raise InvalidArgument(

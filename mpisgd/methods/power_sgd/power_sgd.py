@@ -93,7 +93,7 @@ class PowerSGD(WideCompressor):
     def coding(self) -> Coding:
         """Return what compressing costs beside the bytes, for `plan`.
 
-        A sum of all P, then one of all Q, which needs the first.
+        All P are summed over the ranks, and then all Q, which are computed from the sums of P.
         """
         return Coding(collectives=("all_reduce", "all_reduce"), element_s=10e-9, copies=0.0)
 

@@ -89,21 +89,21 @@ class Sharded(Strategy):
             dtype of the parameters.
         offload: keeps state in files on a disk or, for models on a GPU, in host memory; see `Offload`. Needs
             one of torch's elementwise optimizers, see `elementwise` of `DistributedOptimizer`.
-
-        gradients: how sums of gradients travel from one host to another, such as
-            `mpisgd.compress.BlockQuantized(bits=4)`. The ranks of a host add up in shared memory; each rank
-            gets the sums of the other hosts for its shard as codes, and adds what they stand for in float32
-            at least, in the order of the hosts, to what its own host has, which is exact. On one host nothing
-            is coded. A rank without shared memory counts as a host. What is left out is lost; parameters
-            travel as they are. Needs one of torch's elementwise optimizers, see `elementwise` of
-            `DistributedOptimizer`, and parameters on the CPU. None: as they are.
-        parameters: how updated parameters travel from one host to another, such as
-            `mpisgd.compress.BlockQuantized(bits=8)`. All ranks have what the codes stand for; each keeps its
-            shard exact, too, and updates that. On one host nothing is coded. None: as they are.
-        secondary: None; see `share_parameters` of `DistributedOptimizer`, with which a host has one copy.
+        gradients: quantizes sums of gradients that are sent between hosts, such as
+            `mpisgd.compress.BlockQuantized(bits=4)`; None: they are sent as they are. The ranks of a host add
+            their gradients in shared memory, without quantization. For its shard each rank receives the
+            quantized sums of the other hosts, and adds them to the exact sum of its own host, in the order of
+            the hosts and in float32 or more. There is no error feedback: the quantization error is lost. On
+            one host nothing is quantized; a rank without shared memory counts as a host. Needs parameters on
+            the CPU and one of torch's elementwise optimizers, see `elementwise` of `DistributedOptimizer`.
+        parameters: quantizes updated parameters that are sent between hosts, such as
+            `mpisgd.compress.BlockQuantized(bits=8)`; None: they are sent as they are. All ranks compute with
+            the same quantized values; the owner of a shard also keeps the exact values, and updates these. On
+            one host nothing is quantized.
+        secondary: only None. `share_parameters` of `DistributedOptimizer` keeps one copy per host instead.
 
     Source: ZeRO, Rajbhandari and others 2020; ZeRO-Offload and ZeRO-Infinity, 2021; ZeRO++, Wang and others
-        2023, sections 3.1 (qwZ) and 3.3 (qgZ), of which the hop on a host is exact here.
+        2023, sections 3.1 (qwZ) and 3.3 (qgZ), here without quantization within a host.
     """
 
     stage: int = 1

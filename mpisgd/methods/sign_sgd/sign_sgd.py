@@ -52,7 +52,7 @@ class SignSGD(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """What arrives is -1, 0 or 1, or a mean of these; the sign of a sign and a gradient is neither."""
+        """Without magnitudes, and not additive: the result is -1, 0 or 1, or a mean of these."""
         return Traits(has_magnitudes=False, is_homogeneous=False, is_additive=False)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:

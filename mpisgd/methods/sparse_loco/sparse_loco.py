@@ -32,27 +32,27 @@ class SparseLoCo(Strategy):
     """Ranks train independently; every `sync_every` steps a small part of their changes is averaged.
 
     The wrapped optimizer is the inner one, with separate state on each rank, usually AdamW; Muon works, too.
-    What a rank leaves out of its changes it adds to the next ones, less a part of it, which takes the place
-    of an outer momentum. It is exactly
+    Each rank adds what it has not sent, times `error_decay`, to its next changes; this takes the place of an
+    outer momentum. The strategy is short for
 
         strategy=mpisgd.DiLoCo(sync_every, outer_options={"lr": lr}),
         compression=mpisgd.compress.ChunkTopK(keep, chunk, bits, error_decay)
 
-    and a state that one of both has saved is the other's as well. Take these for fragments, for overlap, or
-    for another outer optimizer. `mpisgd.compress.ChunkTopK` says where it follows the paper.
+    and each of both forms loads what the other has saved. Use the long form for fragments, overlap, or
+    another outer optimizer. `mpisgd.compress.ChunkTopK` lists the differences from the paper.
 
     Args:
         sync_every: steps from one outer step to the next: H of the paper, 15 to 250 there.
-        keep: elements that a chunk sends; with the default chunk 1 to 3 % are 41 to 123.
-        chunk: elements of a parameter that are compared with each other, 1 to 65536.
-        bits: of an element that is sent, its sign included; 2 to 8.
-        error_decay: how much of what was left out is added to the next changes, 0 to 1: beta.
-        lr: of the outer step: alpha.
+        keep: number of elements that are sent of each chunk; with the default chunk 1 to 3 % are 41 to 123.
+        chunk: number of consecutive elements of a parameter among which the largest are chosen, 1 to 65536.
+        bits: number of bits for each element that is sent, including its sign; 2 to 8.
+        error_decay: share of what was not sent that is added to the next changes, 0 to 1: beta of the paper.
+        lr: learning rate of the outer step: alpha of the paper.
 
     Module buffers (`named_buffers`) are averaged in each outer step, and never compressed.
 
-    Cost: every `sync_every` steps what `ChunkTopK` costs, and an outer step. Keeps two copies of the
-        parameters: the outer ones, which all ranks have, and what was left out, which is this rank's own.
+    Cost: every `sync_every` steps what `ChunkTopK` costs, and an outer step. Each rank keeps two tensors of
+        the size of the parameters: the outer parameters, the same on all ranks, and what it has not sent.
     """
 
     sync_every: int = 30
@@ -79,12 +79,12 @@ class SparseLoCo(Strategy):
 
     @property
     def outer(self) -> DiLoCo:
-        """The same, but for what changes are sent by."""
+        """The outer steps: `DiLoCo` with the same period and learning rate, without compression."""
         return DiLoCo(self.sync_every, outer_options={"lr": self.lr})
 
     @property
     def goes_with(self) -> GoesWith:
-        """See `GoesWith`: what `DiLoCo` goes with, and no compression beside its own."""
+        """The options of `DiLoCo`, but no other compression than its own; see `GoesWith`."""
         return replace(
             self.outer.goes_with,
             compression=Compressions("its own", (needs_default,)),
@@ -92,7 +92,7 @@ class SparseLoCo(Strategy):
         )
 
     def synchronizer(self, training: Training) -> LocalSynchronizer:
-        """Return the working part: that of `DiLoCo`."""
+        """Return the working part, which is that of `DiLoCo` with `own_compression`."""
         options = training.options._replace(compression=self.own_compression)
         return self.outer.synchronizer(training._replace(options=options))
 

@@ -46,25 +46,28 @@ class Synchronizer:
 
     Args:
         training: the optimizer, parameters, ranks and options.
-        strategy: whose working part it is; what it `keeps` is `state`.
+        strategy: the strategy whose working part it is; an instance of its `keeps` becomes `state`.
 
     Attributes:
-        training: as given, and kept up to date.
+        training: as given; replaced when parameters are added or the ranks change.
         strategy: as given.
         num_steps: number of steps so far, including those before the state was saved and loaded.
         step_examples: numbers of examples of this rank's steps; see `ExampleCounts`.
-        state: what is kept from step to step, a dataclass marked by `mpisgd.method_state`; None: nothing.
+        state: what is kept from step to step, a dataclass whose fields are marked by `mpisgd.method_state`;
+            None: nothing is kept.
         replicas_differ: whether parameters and the wrapped optimizer's state differ by rank between steps, so
             that each rank's must be saved.
         owner: identifies this optimizer in the checks of its operations; see `mpisgd.core.owner`.
         gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
-        is_fresh: whether parameters and the optimizer's state count as they are: at the beginning, after a
-            load, and after `open`. A working part that has a copy of them elsewhere sets it to False.
-        reopens: whether what `open` makes is of these parameters only, so that it is made again for more.
+        is_fresh: whether the parameters and the optimizer's state on this rank are the current ones. True at
+            the beginning, after a load, and after `open`; a working part that keeps the current ones in other
+            memory, such as on a server, sets it to False.
+        reopens: whether `close` and `open` are called when parameters are added.
         has_whole_state: whether this rank has the optimizer state of all parameters.
-        gathers_state: whether `state_dict` brings together what lies elsewhere; see `contribute_state`.
-        commits_shards: whether each rank commits its part of the state when training is elastic, and another
-            rank a replica of it.
+        gathers_state: whether `state_dict` collects state from other ranks or other memory; see
+            `contribute_state`.
+        commits_shards: whether in elastic training each rank commits only its part of the state, of which
+            another rank has a replica.
     """
 
     gradients = GradientSync()
@@ -88,20 +91,20 @@ class Synchronizer:
     # -- what belongs to ranks and parameters -------------------------------------------------------
 
     def open(self) -> None:
-        """Make what belongs to the ranks, and is no state, such as a reducer of gradients. Collective."""
+        """Make what depends on the ranks and is not saved, such as a reducer of gradients. Collective."""
 
     def close(self) -> None:
-        """End what belongs to the ranks so far, of which some may be lost; parameters and state stay."""
+        """Release what `open` has made; some ranks may be lost. Parameters and state are unchanged."""
 
     def bring_home(self) -> None:
-        """Let the parameters and the optimizer's state be those that count, if these are elsewhere.
+        """Copy the current parameters and optimizer state to this rank, if they are in other memory.
 
-        Not collective, and maybe on some ranks only.
+        Not collective: it may be called on some ranks only.
         """
 
     @property
     def why_fixed(self) -> str:
-        """Why it cannot go on with other ranks now, "" if it can; the same on all ranks."""
+        """Why the training cannot continue on other ranks now, "" if it can; the same on all ranks."""
         if self.has_whole_state:
             return ""
         return (
@@ -119,27 +122,28 @@ class Synchronizer:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors for which `state` has entries, as they are now, by key.
 
-        By default the memory of all parameters that a step can change: "0", "1", ... by their places in the
-        optimizer.
+        By default they are the memory of all parameters that a step can change; the keys "0", "1", ... are
+        their indices in the optimizer.
         """
         return self.parameters_by_key()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make the entries of `state` for these. Collective; before a step, without autograd.
+        """Make the entries of `state` for `tensors`. Collective; called before a step, without autograd.
 
         Args:
-            tensors: those of `tensors()` that have no entry yet: all before the first step, later those that
-                were added, and all again if the ranks begin anew.
+            tensors: those of `tensors()` that have no entry yet: all of them before the first step and after
+                a restart of the ranks, otherwise those that were added.
         """
 
     def derive(self) -> None:
-        """Compute what depends on parameters, ranks and `state`. Collective; before a step, without autograd.
+        """Compute what is derived from parameters, ranks and `state`, and not saved. Collective.
 
-        Called after `begin`: before the first step, and after parameters, ranks or the state have changed.
+        Called without autograd, after `begin`: before the first step, and before a step if parameters, ranks
+        or the state have changed.
         """
 
     def has_changed(self) -> bool:
-        """Return whether `begin` and `derive` are due for a further reason; the same on all ranks."""
+        """Return whether `begin` and `derive` must be called for another reason; the same on all ranks."""
         return False
 
     def arrive(self) -> None:
@@ -174,7 +178,7 @@ class Synchronizer:
     def consensus(self) -> Sequence[Tensor]:
         """Return the consensus of the ranks' parameters and buffers, in new memory. Collective.
 
-        By default their mean.
+        By default it is their mean.
         """
         values = [tensor.detach().clone() for tensor in self.averaged]
         all_reduce_coalesced(values, ReduceOp.AVG, self.training.group)
@@ -187,11 +191,11 @@ class Synchronizer:
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
     ) -> dict[str, Tensor]:
-        """Return the consensus of saved replicas, as `consensus` does of those of a job.
+        """Return the consensus of saved replicas, by key; what `consensus` returns for those of a job.
 
         Args:
-            replicas: what `replica` has returned on all ranks.
-            entries: what was saved of `state` with each.
+            replicas: what `replica` has returned, for each rank.
+            entries: the saved `state`, for each rank.
         """
         return mean_of(replicas)
 
@@ -227,34 +231,34 @@ class Synchronizer:
         return make()
 
     def contribute_state(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Do on this rank what `state_dict` needs of it on another one, which saves what that returns.
+        """Take part in the `state_dict` of another rank, which saves its result.
 
-        Collective where `state_dict` is. Called where `gathers_state` is True.
+        Collective where `state_dict` is. Called on the other ranks if `gathers_state` is True.
 
         Returns:
-            The optimizer's state, without what lies elsewhere.
+            The optimizer's state that this rank has, without what `state_dict` collects.
         """
         return make()
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Note that a state has been loaded into the optimizer, and `state` with it. Not collective."""
+        """Called after a state was loaded into the optimizer and into `state`. Not collective."""
         self.is_fresh = True
 
     def needed_parts(self) -> Mapping[int, NeededPart] | None:
-        """Return the parts that this rank needs of a state that is loaded, by the places of parameters.
+        """Return the parts that this rank needs of a state that is loaded, by index of the parameter.
 
-        None: all of it.
+        None: this rank needs all of it.
         """
         return None
 
     def load_parts(self) -> None:
-        """Note that a state has been loaded of which this rank has what it needs. Not collective."""
+        """Called after this rank has loaded the parts of `needed_parts`. Not collective."""
 
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return this rank's part of the optimizer's state; `make` returns what the optimizer has now.
 
         Raises:
-            InvalidArgument: the ranks do not divide it.
+            InvalidArgument: this strategy does not divide the state among the ranks.
         """
         raise InvalidArgument(
             "shard_state_dict: every rank has the whole state of this optimizer; use state_dict(), or "
@@ -268,22 +272,23 @@ class Synchronizer:
         *,
         held: bool = False,
     ) -> None:
-        """Load the parts that all ranks of a run had, as `shard_state_dict` has returned them.
+        """Load the state of an earlier run, of any number of ranks, from the parts that its ranks had.
 
         Args:
-            shards: of all ranks.
+            shards: what `shard_state_dict` has returned on the ranks of that run.
             load: the wrapped optimizer's own function that loads a state dict.
-            held: whether each rank gives those that it holds, each held by one of them; collective then.
+            held: False: each rank passes the parts of all ranks. True: each part is passed by one rank only;
+                the call is then collective.
 
         Raises:
-            InvalidArgument: the ranks do not divide it, or some are missing.
+            InvalidArgument: this strategy does not divide the state among the ranks, or a part is missing.
         """
         raise InvalidArgument(
             "load_shard_state_dicts: every rank has the whole state of this optimizer; use load_state_dict()"
         )
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Take over a list of parameters that has grown at its end. Collective."""
+        """Continue with a list of parameters that has further ones at its end. Collective."""
         if self.reopens:
             self.close()
         self.training = self.training._replace(named=named)
@@ -292,14 +297,14 @@ class Synchronizer:
             self.open()
 
     def use_compression(self, compression: Compressor) -> None:
-        """Use another compressor, from the call of `move_to` on that follows."""
+        """Set another compressor, which is used from the next call of `move_to` on."""
         options = self.training.options._replace(compression=compression)
         self.training = self.training._replace(options=options)
 
     def move_to(self, group: Group) -> None:
         """Continue with other ranks, which have the same parameters. Collective over `group`.
 
-        What compressors keep stays this rank's own, and what ranks had kept that are gone is lost.
+        This rank's compressors keep their state, such as residuals; that of lost ranks is lost.
         """
         with contextlib.suppress(PeerLost):  # what was on its way when a rank was lost never arrives
             self.arrive()
@@ -329,8 +334,8 @@ class Strategy(abc.ABC):
 
     Attributes:
         starts_together: whether all ranks take part in the first step, with the same parameters.
-        keeps: the dataclass of what the working part keeps from step to step, see `mpisgd.method_state`. What
-            it is of each parameter is counted before the first step, where a strategy has a `cost`.
+        keeps: the dataclass of the working part's state, see `mpisgd.method_state`; None: it has no state.
+            If the strategy has a `cost`, `plan` and `estimate_memory` count the memory of its fields.
     """
 
     starts_together: ClassVar[bool] = True
@@ -346,19 +351,20 @@ class Strategy(abc.ABC):
 
     @property
     def goes_with(self) -> GoesWith:
-        """The options it can be combined with; others raise an error before `check` is called.
+        """The options that the strategy supports; all others raise an error before `check` is called.
 
-        By default none that change what a strategy has to do: `op`, `compression`, `named_buffers` and so on.
+        By default it supports none that a strategy must act upon, such as `op`, `compression` and
+        `named_buffers`.
         """
         return UNDECLARED
 
     @property
     def own_compression(self) -> Compressor | None:
-        """What the ranks send by where that is a part of the strategy; None: `compression=` says it."""
+        """The compressor, if it is a part of the strategy; None: the argument `compression` decides."""
         return None
 
     def check(self, training: Training) -> None:
-        """Raise if the strategy cannot train these parameters with these ranks; before anything is sent.
+        """Raise if the strategy cannot train these parameters on these ranks. Sends nothing.
 
         Raises:
             InvalidArgument: says why.
@@ -368,7 +374,7 @@ class Strategy(abc.ABC):
         self.check_ranks(training)
 
     def check_ranks(self, training: Training) -> None:  # noqa: B027  # few have anything to check
-        """Raise if the strategy cannot train with these ranks; at construction, and whenever they change.
+        """Raise if the strategy cannot train on these ranks. Called at construction and when ranks change.
 
         Raises:
             InvalidArgument: says why.
@@ -385,13 +391,13 @@ class Strategy(abc.ABC):
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
         """Return the algorithm with these settings, which `verify` and the fuzzer compare the strategy with.
 
-        None: what one process computes with the gradients of all ranks.
+        None means that the strategy must equal one process with the gradients of all ranks.
 
         Args:
-            size: how many ranks there are.
-            lengths: names of the parameters, and their bytes, for strategies that divide them.
+            size: number of ranks.
+            lengths: (name, bytes) of each parameter, for strategies that divide the parameters.
 
         Raises:
-            InvalidArgument: there is none.
+            InvalidArgument: there is no algorithm to compare with.
         """
         raise InvalidArgument(f"there is no paper of {self}")

@@ -60,7 +60,7 @@ class Threshold(WideCompressor):
 
     @cached_property
     def traits(self) -> Traits:
-        """More of larger gradients passes."""
+        """Not homogeneous: of larger gradients more elements are sent."""
         return Traits(is_homogeneous=False, has_error_feedback=self.error_feedback)
 
     def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":

@@ -170,7 +170,10 @@ class PipeDream(Stashing):
             )
 
     def version_read(self, worker: _Worker, place: int) -> int:
-        """Return how many updates there were when its forward, or that on the first stage, began."""
+        """Return the number of updates of the stage when forward of the micro-batch began.
+
+        With `vertical_sync` it is that of the first stage.
+        """
         return max(0, place - (worker.shape.depth(0) if self.vertical_sync else worker.depth))
 
     def version_made(self, worker: _Worker, place: int) -> int:
@@ -204,7 +207,7 @@ class PipeDream2BW(Stashing):
                 raise InvalidArgument(f"PipeDream2BW: the tied stages {stages} must be on different ranks")
 
     def version_read(self, worker: _Worker, place: int) -> int:
-        """Return the version before the newest that there can be: that of the step before the last."""
+        """Return the number of updates up to the step before the last: one less than the newest version."""
         return max(0, place // worker.per_step - 1)
 
     def version_made(self, worker: _Worker, place: int) -> int | None:

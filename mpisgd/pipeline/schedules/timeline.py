@@ -48,7 +48,7 @@ class PipelineTimeline:
         return 1.0 - sum(span.end - span.begin for span in self._work()) / total if total else 0.0
 
     def idle_share_of(self, rank: int) -> float:
-        """Return the same of one rank."""
+        """Return the share of one rank's time without a forward, a backward or an update."""
         busy = sum(span.end - span.begin for span in self.spans[rank] if span.action.kind in WORK)
         return 1.0 - busy / self.duration if self.duration else 0.0
 

@@ -136,7 +136,7 @@ class MessageWork(CompletableWork):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, None if nothing has (yet)."""
+        """The error with which the operation has failed; None while it runs, and if it has succeeded."""
         return self._begun.error if self._error is None and self._begun is not None else self._error
 
     def _ask(self) -> None:
