@@ -3,7 +3,7 @@
     python scripts/docs_site/pictures.py report                       # of a short training on four ranks
     python scripts/docs_site/pictures.py look runs/site/index.html    # into runs/looked, for eyes
 
-It needs Chromium (`apt-get install chromium`).
+It needs Chromium (`apt-get install chromium`), and Pillow, which matplotlib brings.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
+
 __all__ = ["look", "report", "screenshot"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,11 +27,18 @@ REPORT_SIZE = (1000, 1210)  # down to the end of the timeline of four ranks
 REPORT_STYLE = "<style>section > p, #exposed, #waits { display: none } section { margin-top: 24px }</style>"
 WIDTHS = (400, 800, 1200)
 PROGRAM = ("scripts/train.py", "--epochs", "3", "--batch-size", "48")
+FRAME = (
+    '<body style="margin: 0"><iframe src="{page}" '
+    'style="width: {width}px; height: {height}px; border: 0; display: block"></iframe></body>'
+)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def screenshot(page: Path, picture: Path, width: int, height: int, *, dark: bool = False) -> None:
     """Write a page as a PNG file.
+
+    Chromium has no window narrower than 500 pixels, and takes its own bars off the height: the page is shown
+    in a frame of the size that is asked for, in a window that is larger.
 
     Raises:
         SystemExit: there is no browser.
@@ -41,10 +50,14 @@ def screenshot(page: Path, picture: Path, width: int, height: int, *, dark: bool
     options += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
     with tempfile.TemporaryDirectory() as profile:
-        options += [f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+        frame = Path(profile, "frame.html")
+        frame.write_text(FRAME.format(page=page.resolve().as_uri(), width=width, height=height))
+        options += [f"--user-data-dir={profile}", f"--window-size={max(width, 500)},{height + 200}"]
         options += ["--virtual-time-budget=5000"]  # for the scripts of the page
-        command = [browser, *options, f"--screenshot={picture.resolve()}", page.resolve().as_uri()]
+        command = [browser, *options, f"--screenshot={picture.resolve()}", frame.as_uri()]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
+    with Image.open(picture) as shot:
+        shot.crop((0, 0, width, height)).save(picture)
 
 
 def report() -> None:

@@ -16,6 +16,7 @@ __all__ = ["draw", "summary_of", "table_of"]
 
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "shared memory": "", "messages": "messages"}
 USUAL = ("float64", "float32")
+NO_CELL = "not compared: the mode has no such ranks or dtype"  # grey in the picture
 LEAST = 1e-3  # of the tolerance: what is nearer is drawn alike
 
 
@@ -138,16 +139,22 @@ def draw_decades(
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
 
     figure, axes = plt.subplots(
         figsize=(4.5 + 0.28 * len(columns), 2.6 + 0.2 * len(rows)), layout="constrained"
     )
     image = axes.imshow(values, aspect="auto", cmap="RdYlGn_r", vmin=-3, vmax=3)
+    axes.set_facecolor("0.9")  # shines through where there is no value
     axes.set_xticks(range(len(columns)), columns, fontsize=9, rotation=90)
     axes.set_yticks(range(len(rows)), rows, fontsize=9)
     figure.suptitle(title, fontsize=11)
-    bar: Any = figure.colorbar(image, ticks=[-3, 0, 3], location="bottom", shrink=0.6, aspect=40)
+    bar: Any = figure.colorbar(
+        image, ticks=[-3, 0, 3], location="bottom", shrink=0.6, aspect=40, fraction=0.03, pad=0.01
+    )
     bar.ax.set_xticklabels(["a thousandth", "the tolerance", "a thousandfold"], fontsize=9)
+    missing = [Patch(facecolor="0.9", edgecolor="0.6", label=NO_CELL)]
+    figure.legend(handles=missing, loc="outside lower center", frameon=False, fontsize=9)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
