@@ -74,10 +74,10 @@ def test_a_communicator_that_was_chosen_is_taken():
     assert (done.returncode, done.stdout) == (0, "1\n")
 
 
-def test_no_command_is_a_usage_error():
+def test_no_command_is_a_usage_error_that_shows_the_help():
     done = run_python("-m", "mpisgd")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "python -m mpisgd: error: Missing command; see --help\n"
+    assert done.stderr.strip() == run_python("-m", "mpisgd", "--help").stdout.strip() != ""
 
 
 def test_help_lists_the_commands():

@@ -1,5 +1,6 @@
 """`mpisgd COMMAND`, or `python -m mpisgd COMMAND`."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from mpisgd.tools.cli.explain import explain
 from mpisgd.tools.cli.info import info
 from mpisgd.tools.cli.memory import memory
 from mpisgd.tools.cli.plan import plan
-from mpisgd.tools.cli.program import OF_PROGRAM, run_program
+from mpisgd.tools.cli.program import OF_PROGRAM, is_reporting_rank, run_program
 from mpisgd.tools.cli.run import run
 from mpisgd.tools.cli.top import top
 from mpisgd.tools.cli.trace import trace
@@ -39,13 +40,20 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def commands(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
     """Distributed SGD with torch over MPI: commands that go with the library."""
+    if context.invoked_subcommand is not None:
+        return
+    if is_reporting_rank():
+        with contextlib.redirect_stdout(sys.stderr):
+            print(context.get_help())
+    raise typer.Exit(2)
 
 
 def main() -> None:
