@@ -55,8 +55,8 @@ class MeshLayout(LayoutRules):
             names: dimension names by parameter or buffer, `{"up.weight": ("hidden", "model")}`, and by
                 module, of the one tensor that it returns, `{"blocks.*": ("batch", "length", "model")}`; `*`
                 stands for one part of a dotted name, None for a dimension without a name. What is not
-                listed is copied to all ranks, and the outputs of modules not listed are laid out as DTensor
-                likes.
+                listed is copied to all ranks, and DTensor chooses the layout of the outputs of modules that
+                are not listed.
             inputs: dimension names of each positional argument of forward, or of its only one.
             outputs: dimension names of the tensor that the model returns.
 

@@ -86,7 +86,8 @@ class Dion(OptimizerByAlgorithm, CompressedMomentumOptimizer):
         seed: seed of the first Q, which is normally distributed and the same on all ranks.
         group: the ranks that train together, all of the job by default.
 
-    See `CompressedMomentumOptimizer` for the contract and errors.
+    Do not wrap it in `DistributedOptimizer`. All ranks start from equal parameters and call `step()`
+    together; GradScaler raises an error.
 
     Cost: all-reduces of r m and of r n words for each matrix, and of the gradients of other parameters; in
         each step one byte per parameter.
