@@ -30,6 +30,7 @@ from fuzzing.choices import (
     TINY,
     USERS,
 )
+from fuzzing.draw_closures import with_closures
 from fuzzing.draw_sharded import in_files, with_codes, with_masters
 from mpisgd.tools.verification.programs.contract import violation
 from mpisgd.tools.verification.programs.program import (
@@ -91,6 +92,7 @@ def draw(
         "pauses": _with_pauses,
         "masters": with_masters,
         "files": in_files,
+        "closures": with_closures,
     }
     for name, change in further.items():
         changed = (

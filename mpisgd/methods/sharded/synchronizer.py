@@ -150,8 +150,11 @@ class ShardedSynchronizer(Synchronizer):
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Let all ranks finish their updates before the closure reads the parameters."""
         self._runs_closure = True
+        is_again = False
 
         def when_all_are_updated() -> Any:
+            nonlocal is_again
+            ranges, was_called, is_again = self._parameters.ranges, is_again, True
             if self._optimizer_state.is_hidden:
                 self._write_back()
                 self._publication.publish(self._updated)
@@ -161,6 +164,13 @@ class ShardedSynchronizer(Synchronizer):
                 self._show_all()  # the step ends here
                 raise
             self._settle()
+            if was_called and self._parameters.ranges is not ranges:  # on all ranks
+                self._show_all()
+                raise InvalidArgument(
+                    "DistributedOptimizer: gradients have become sparse, or dense, in a step whose closure is called "
+                    "several times; parameters are divided among ranks in another way then, and the optimizer is in "
+                    "the middle of updating the former parts. Use dense gradients with such an optimizer"
+                )
             if not self._optimizer_state.is_hidden:
                 self._destination.divide_for_step()
                 self._optimizer_state.hide()

@@ -51,6 +51,8 @@ from mpisgd.tools.verification.programs.program import (
     ZeroGrad,
 )
 
+from mpisgd.tools.verification.programs.serial_definition import has_codes
+
 __all__ = ["SITUATIONS", "Situation", "compose", "plain_program"]
 
 STEPS = 5
@@ -172,6 +174,15 @@ def _closures(program: Program) -> Program:
     return each_event(without, Step, lambda step: (Step((1,)),))
 
 
+def _called_twice(program: Program) -> Program | None:
+    """Train by an optimizer that takes the gradients of another place: only inexact losses depend on it."""
+    if any(has_codes(optimizer.strategy) for optimizer in program.optimizers):
+        return None  # those go with torch's own optimizers
+    other = with_optimizer("Extragradient", lr=0.1)(program)
+    elementwise = None if other is None else with_option("elementwise", "True")(other)
+    return None if elementwise is None else _closures(elementwise)
+
+
 def _clipped(program: Program) -> Program:
     norm = float("inf") if program.exact else 2.0  # that of the largest element is not rounded
     return each_event(program, Step, lambda step: (Clip(0.5, norm), step))
@@ -272,6 +283,7 @@ def _table() -> dict[str, Situation]:
         ("two optimizers of the same", "optimizers state", _same_twice),
         ("Adam", "state", with_optimizer("Adam", lr=0.01, weight_decay=0.01)),
         ("fused AdamW", "state", with_optimizer("AdamW", lr=0.01, fused=True)),
+        ("a closure that is called twice", "optimizers state window", _called_twice),
         ("Muon and AdamW", "state parameters", with_optimizer("MuonWithAdamW", lr=0.05)),
         ("other names", "parameters", lambda p: _renamed(p, "other")),
         ("no names", "parameters", lambda p: _renamed(p, "none")),

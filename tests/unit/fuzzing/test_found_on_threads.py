@@ -616,3 +616,20 @@ def test_a_failed_backward_leaves_nothing_that_was_sent(options, used_by, then):
     )
     verdict = ThreadsBackend().run(Program(3, 3, 0, True, layers, (optimizer,), events))
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Optimizers that call their closure twice. A gradient that turns out to be sparse has parameters divided anew in
+# the next reduction: that of the second call, while the optimizer was in the middle of updating the former parts,
+# and some ranks ended with what that came to, KeyError, where others went on.
+
+
+@pytest.mark.parametrize("kind", ["sparse", "partly sparse"])
+@pytest.mark.parametrize("arguments", ["1", "2"])
+def test_parameters_are_not_divided_anew_while_an_optimizer_updates_them(arguments, kind):
+    options = (("strategy", f"mpisgd.Sharded({arguments})"), ("elementwise", "True"))
+    optimizer = Optimizer("Extragradient", (("lr", 0.1),), (0, 1), options)
+    layers = (Layer(shape=(2, 5)), Layer(kind, (5, 2)))
+    events = (Step(closure=(9,)), Step(closure=(10,)))
+    verdict = ThreadsBackend().run(Program(1341, 2, 0, False, layers, (optimizer,), events))
+    assert verdict.kind == "refused", f"{verdict.kind}: {verdict.text}"
+    assert "have become sparse" in verdict.text

@@ -11,6 +11,7 @@ from mpisgd.tools.verification.programs.gradient_contract import after_emptied, 
 from mpisgd.tools.verification.programs.join_contract import has_no_join, inside_join
 from mpisgd.tools.verification.programs.lost_ranks import resumed_at, violation_of_losses
 from mpisgd.tools.verification.programs.program import (
+    CLOSED,
     ONE_BIT,
     AddGroup,
     Backward,
@@ -69,7 +70,7 @@ def violation(program: Program) -> str:
 def _impossible(program: Program) -> str:
     """Return the reasons why a program is refused, whatever happens."""
     names = {optimizer.name for optimizer in program.optimizers}
-    if names & {*ONE_BIT, "LBFGS"} and (len(program.optimizers) > 1 or program.scaler):
+    if names & {*ONE_BIT, *CLOSED} and (len(program.optimizers) > 1 or program.scaler):
         return "an optimizer that is alone, and without a scaler"
     if program.scaler and (len(program.optimizers) > 1 or _raises_if_nonfinite(program)):
         return "a scaler of several optimizers, or of gradients that must be finite"
@@ -110,7 +111,7 @@ def may_be_refused(program: Program) -> bool:
         _after(walk, event)
     if (program.is_uneven and has_no_join(program)) or _sums_sparse_otherwise(program):
         return True
-    if _adds_what_has_no_code(program):
+    if _adds_what_has_no_code(program) or _divides_within_a_step(program):
         return True
     is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
     return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
@@ -121,6 +122,15 @@ def _sums_sparse_otherwise(program: Program) -> bool:
     if not any("sparse" in layer.kind for layer in program.layers):
         return False
     return any(optimizer.option("op") == "mpisgd.Adasum" for optimizer in program.optimizers)
+
+
+def _divides_within_a_step(program: Program) -> bool:
+    """Return whether parameters are divided anew, for sparse gradients, between two calls of a closure."""
+    divides = any(
+        "Sharded" in o.option("strategy") or o.option("share_parameters") for o in program.optimizers
+    )
+    closed = any(optimizer.name in CLOSED for optimizer in program.optimizers)
+    return divides and closed and any("sparse" in layer.kind for layer in program.layers)
 
 
 def _adds_what_has_no_code(program: Program) -> bool:
@@ -162,8 +172,8 @@ def _after_other(walk: Walk, event: Event) -> str:
             if names & {*ONE_BIT}:
                 return "1-bit optimizers call a closure once, and average what it has left"
         case Step():
-            if "LBFGS" in names:
-                return "LBFGS needs a closure"
+            if names & {*CLOSED}:
+                return "an optimizer that needs a closure"
         case Synchronize() | Clip():
             if names & {*ONE_BIT}:
                 return "gradients are each rank's own"

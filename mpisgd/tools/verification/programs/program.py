@@ -15,9 +15,11 @@ import torch
 
 import mpisgd
 from mpisgd.methods.catalogue import optimizers
+from mpisgd.tools.verification.programs.extragradient import Extragradient
 from mpisgd.tools.verification.programs.option_text import evaluated
 
 __all__ = [
+    "CLOSED",
     "ONE_BIT",
     "AddGroup",
     "Backward",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 ONE_BIT = tuple(kind.__name__ for kind in optimizers())
+CLOSED = ("LBFGS", Extragradient.__name__)  # need a closure, and call it several times in a step
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ class Optimizer:
     """A torch optimizer, and what `mpisgd.DistributedOptimizer` is asked for.
 
     Attributes:
-        name: of the class in torch.optim or in mpisgd; those of mpisgd that average by themselves are in
-            `ONE_BIT`.
+        name: of the class in torch.optim or in mpisgd, or Extragradient; those of mpisgd that average by
+            themselves are in `ONE_BIT`.
         settings: its arguments by name.
         layers: which of the model's it updates from the beginning.
         options: of `DistributedOptimizer`, by name, each as the text of a Python expression.
@@ -107,11 +110,15 @@ class Optimizer:
     @property
     def kind(self) -> Any:
         """The class."""
+        if self.name == Extragradient.__name__:
+            return Extragradient
         return getattr(torch.optim, self.name, None) or getattr(mpisgd, self.name)
 
     @property
     def text(self) -> str:
         """The class as programs call it."""
+        if self.kind is Extragradient:
+            return self.name
         return f"torch.optim.{self.name}" if hasattr(torch.optim, self.name) else f"mpisgd.{self.name}"
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.event_text import event_text
 from mpisgd.tools.verification.programs.execute import has_reference, master_dtype_of
+from mpisgd.tools.verification.programs.extragradient import Extragradient
 from mpisgd.tools.verification.programs.program import (
     ONE_BIT,
     Layer,
@@ -129,7 +130,13 @@ def _text_with_losses(program: Program) -> str:
     """Return the text of a program whose ranks are threads, since nothing else loses one at a given wait."""
     each = program.ranks_per_host or program.ranks
     hosts = [min(each, program.ranks - first) for first in range(0, program.ranks, each)]
-    lines = ["# python THIS_FILE", *IMPORTS, "import mpisgd", "from mpisgd import elastic"]
+    lines = [
+        "# python THIS_FILE",
+        *IMPORTS,
+        "import mpisgd",
+        *_imports(program),
+        "from mpisgd import elastic",
+    ]
     lines += ["from mpisgd.job.threads_as_ranks import lose_ranks, run_ranks"]
     lines += [*_definitions(program), "def train():", *_indented(list(_elastic_body(program)), 1), "", ""]
     given = f"seed={program.seed}, ranks_per_host={hosts}, losses=()"
@@ -304,5 +311,7 @@ def _groups(program: Program, optimizer: Optimizer) -> str:
 
 
 def _imports(program: Program) -> Iterator[str]:
+    if any(optimizer.kind is Extragradient for optimizer in program.optimizers):
+        yield "from mpisgd.tools.verification.programs.extragradient import Extragradient"
     if any(optimizer.name == SERIAL for optimizer in program.optimizers):
         yield "from mpisgd.tools.verification.programs.serial_dion import SerialDion"

@@ -135,6 +135,8 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
     if warms_up and (program.scaler or looks):
         return "something looks at gradients that are reduced by then"
+    if program.optimizers[0].name in events.CLOSED and getattr(strategy, "style", "") == "combine_then_adapt":
+        return "the first gradients of a step are of what the ranks have before, and the others are not"
     try:
         for place in range(len(program.optimizers)):
             paper_among(program, program.ranks, place)
