@@ -167,9 +167,9 @@ class ShardedSynchronizer(Synchronizer):
             if was_called and self._parameters.ranges is not ranges:  # on all ranks
                 self._show_all()
                 raise InvalidArgument(
-                    "DistributedOptimizer: gradients have become sparse, or dense, in a step whose closure is called "
-                    "several times; parameters are divided among ranks in another way then, and the optimizer is in "
-                    "the middle of updating the former parts. Use dense gradients with such an optimizer"
+                    "DistributedOptimizer: gradients have become sparse in a step whose closure is called "
+                    "several times. Parameters are divided among ranks in another way then, and the "
+                    "optimizer is in the middle of updating the former parts: use dense gradients with it"
                 )
             if not self._optimizer_state.is_hidden:
                 self._destination.divide_for_step()

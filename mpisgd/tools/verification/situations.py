@@ -50,7 +50,6 @@ from mpisgd.tools.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
-
 from mpisgd.tools.verification.programs.serial_definition import has_codes
 
 __all__ = ["SITUATIONS", "Situation", "compose", "plain_program"]
