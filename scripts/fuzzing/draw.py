@@ -61,6 +61,7 @@ __all__ = ["MAX_RANKS", "draw"]
 MAX_RANKS = 4
 UNEVEN_SHARE = 0.2
 CHUNKS_SHARE = 0.08  # of the programs that compress, or train locally
+CHANGES_SHARE = 0.7  # of the programs in which ranks run out of data
 PAUSE_SHARE = 0.1  # of the programs in which parameters are used now and then
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
 
@@ -89,6 +90,7 @@ def draw(
     further = {
         "chunks": _by_chunks,
         "uneven": _with_uneven_data,
+        "changes": _with_changes,
         "pauses": _with_pauses,
         "masters": with_masters,
         "files": in_files,
@@ -142,6 +144,18 @@ def _with_uneven_data(program: Program, chance: random.Random) -> Program:
             events.append(RunOut((left.pop(),)))
         events += program.events[before + 1 : step + 1]
     return replace(program, events=(*events, EndJoin(), *program.events[steps[last] + 1 :]))
+
+
+def _with_changes(program: Program, chance: random.Random) -> Program:
+    """Return the program with a gradient that is set, and then clipped, while ranks have no data; or as it is."""
+    there = [i for i, layer in enumerate(program.layers) if (layer.kind, layer.used_by) == ("dense", "all")]
+    ends = [place for place, event in enumerate(program.events) if isinstance(event, EndJoin)]
+    if not ends or not there or chance.random() > CHANGES_SHARE:
+        return program
+    last = max(place for place in range(ends[0]) if isinstance(program.events[place], Step))
+    changes = (SetGradient(chance.choice(there)), Clip(0.5, float("inf")))
+    events = (*program.events[:last], Synchronize(), *changes, *program.events[last:])
+    return replace(program, events=events)
 
 
 class _Draw:

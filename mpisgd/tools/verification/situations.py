@@ -10,6 +10,7 @@ A situation changes the program and not the method, so that several can be put o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -143,7 +144,9 @@ def _sparse(program: Program) -> Program | None:
     if any(optimizer.name != "SGD" for optimizer in program.optimizers):
         return None
     plain = tuple(replace(each, settings=SPARSE.settings) for each in program.optimizers)
-    return with_layer(Layer("sparse", (5, 2)))(replace(program, optimizers=plain))
+    whole = with_layer(Layer("sparse", (5, 2)))(replace(program, optimizers=plain))
+    assert whole is not None
+    return with_layer(Layer("partly sparse", (5, 2)))(whole)
 
 
 def _windows(program: Program) -> Program | None:
@@ -173,6 +176,27 @@ def _closures(program: Program) -> Program:
     return each_event(without, Step, lambda step: (Step((1,)),))
 
 
+def _synchronized(program: Program) -> Program:
+    """Reduce gradients before a step; one takes them as they are, and the last one reduces them itself."""
+    steps = itertools.count()
+
+    def reduced(step: Event) -> Sequence[Event]:
+        assert isinstance(step, Step)
+        number = next(steps)
+        skips = replace(step, as_they_are=number == 1 and not step.closure)
+        return (step,) if number == STEPS - 1 else (Synchronize(), skips)
+
+    changed = each_event(program, Step, reduced)
+    last = max(
+        (place for place, event in enumerate(changed.events) if isinstance(event, Backward)), default=-1
+    )
+    events = [
+        replace(event, no_sync=True) if place == last and isinstance(event, Backward) else event
+        for place, event in enumerate(changed.events)
+    ]
+    return replace(changed, events=tuple(events))
+
+
 def _called_twice(program: Program) -> Program | None:
     """Train by an optimizer that takes the gradients of another place: only inexact losses depend on it."""
     if any(has_codes(optimizer.strategy) for optimizer in program.optimizers):
@@ -180,6 +204,17 @@ def _called_twice(program: Program) -> Program | None:
     other = with_optimizer("Extragradient", lr=0.1)(program)
     elementwise = None if other is None else with_option("elementwise", "True")(other)
     return None if elementwise is None else _closures(elementwise)
+
+
+def _in_one_order(program: Program) -> Program | None:
+    """Add up all passes along one tree; methods that send something else refuse that, and are not asked."""
+    others = any(
+        optimizer.option("strategy") or optimizer.option("compression") for optimizer in program.optimizers
+    )
+    if others or program.ranks & (program.ranks - 1):
+        return None
+    windows = _windows(program)
+    return None if windows is None else with_option("reproducible", "'ranks'")(windows)
 
 
 def _clipped(program: Program) -> Program:
@@ -292,6 +327,7 @@ def _table() -> dict[str, Situation]:
         ("overlap", "gradients", with_option("overlap", "True")),
         ("no overlap", "gradients", with_option("overlap", "False")),
         ("small buckets", "gradients", with_option("bucket_cap_bytes", "1")),
+        ("in one order", "gradients window", _in_one_order),
         ("sum", "gradients", with_option("op", "mpisgd.ReduceOp.SUM")),
         ("Adasum", "gradients", with_option("op", "mpisgd.Adasum")),
         ("predivided", "gradients", with_option("gradient_predivide_factor", "2.0")),
@@ -311,6 +347,7 @@ def _table() -> dict[str, Situation]:
         ("used now and then", "gradients", with_layer(Layer(shape=(4,), used_by="odd"))),
         ("tied", "gradients", with_layer(Layer(shape=(4,), times=2))),
         ("transposed", "parameters", with_layer(Layer(shape=(3, 4), transposed=True))),
+        ("recomputed", "gradients window", with_layer(Layer(shape=(4,), times=2, recomputed=True))),
         ("fewer elements than ranks", "parameters", with_layer(Layer(shape=()))),
         ("no elements", "parameters", with_layer(Layer(shape=(0,)))),
         ("long", "gradients", with_layer(Layer(shape=(70_000,)))),
@@ -329,7 +366,7 @@ def _table() -> dict[str, Situation]:
             "gradients",
             lambda p: each_event(p, ZeroGrad, lambda z: (ZeroGrad(True, True),)),
         ),
-        ("synchronized", "gradients window", before_steps(Synchronize())),
+        ("synchronized", "gradients window", _synchronized),
         ("set by the program", "gradients window", before_steps(SetGradient(1))),
         ("clipped", "gradients window", of_dense(_clipped)),
         ("clipped by torch", "gradients", of_dense(_clipped_by_torch)),

@@ -5,6 +5,7 @@ from functools import cache
 from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.modes.asynchronous import ASYNCHRONOUS
 from mpisgd.tools.verification.modes.bfloat16 import BFLOAT16
+from mpisgd.tools.verification.modes.by_hand import BY_HAND
 from mpisgd.tools.verification.modes.compressions import COMPRESSIONS
 from mpisgd.tools.verification.modes.contexts import CONTEXTS
 from mpisgd.tools.verification.modes.horovod import HOROVOD
@@ -23,6 +24,7 @@ __all__ = ["all_modes", "quick_modes"]
 
 _WITHOUT_PAIRS: tuple[Mode, ...] = (
     *SYNCHRONOUS,
+    *BY_HAND,
     *ONE_ORDER,
     *HOROVOD,
     *RESUMPTION,

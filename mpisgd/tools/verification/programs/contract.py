@@ -245,6 +245,8 @@ def _after(walk: Walk, event: Event) -> str:
         case Step():
             if program.exact and walk.is_stepped:
                 return "the mean of clipped gradients is rounded"
+            if event.as_they_are and not (window.is_reduced and window.is_settled):
+                return "gradients that are not reduced are taken as they are"
             walk.window, walk.is_stepped = Window(is_settled=walk.overflows), walk.is_clipped
         case Synchronize():
             window.is_settled = window.is_reduced = True

@@ -15,11 +15,11 @@ from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Program
 from mpisgd.tools.verification.programs.training import Training
 
-__all__ = ["UNREAD", "DistributedTraining", "group_of"]
+__all__ = ["DistributedTraining", "group_of"]
 
 
-# What reads no parameters; a closure does.
-UNREAD = (events.ZeroGrad, events.SetGradient, events.Clip, events.Synchronize)
+# What reads parameters elsewhere than in the forward of a module, where they are waited for.
+READING = (events.Broadcast, events.Convert, events.FailedBackward, events.Commit, events.Lose)
 
 
 class Raises(torch.autograd.Function):
@@ -64,7 +64,8 @@ class DistributedTraining(Training):
 
     def weight_of(self, program: Program) -> float:
         """Return the factor of a rank's loss by which those of all ranks come to their sum."""
-        return 1.0 if program.optimizers[0].sums else float(self._num_ranks)
+        first = program.optimizers[0]
+        return 1.0 if first.sums else float(self._num_ranks * first.averaged_passes)
 
     @property
     def takes_part(self) -> bool:
@@ -89,7 +90,7 @@ class DistributedTraining(Training):
         return mpisgd.DistributedOptimizer(super().make(place), group=self._group, **options)
 
     def wait(self) -> None:
-        """Return when the parameters have arrived: no module waits for them here."""
+        """Return when the parameters have arrived, for what is no module."""
         for place, optimizer in enumerate(self.optimizers):
             if "overlap_forward" in self.program.optimizers[place].option("strategy"):
                 optimizer.synchronizer.wait()
@@ -102,7 +103,7 @@ class DistributedTraining(Training):
         if not self.takes_part:
             self._follow(event)
             return
-        if not isinstance(event, UNREAD) and not (isinstance(event, events.Step) and not event.closure):
+        if isinstance(event, READING) or (isinstance(event, events.Reload) and event.ranks):
             self.wait()
         super().do(event)
 
@@ -151,6 +152,13 @@ class DistributedTraining(Training):
     def _say_examples(self) -> None:
         if self.examples and self._join is not None and self.program.says_examples:
             self._join.next_batch(examples=self.examples[mpisgd.rank()])
+
+    def step(self, event: events.Step, places: Sequence[int] | None = None) -> None:
+        """See `Training`."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers if event.as_they_are else ():
+                stack.enter_context(optimizer.skip_synchronize())
+            super().step(event, places)
 
     def backward(self, event: events.Backward) -> None:
         """See `Training`."""

@@ -36,7 +36,11 @@ def event_text(program: Program, event: Event) -> Iterator[str]:
             yield f"    sum([raises, {parts}]).backward() if wraps else None"
             yield "[opt.zero_grad() for opt in opts]"
         case events.Step():
-            if event.closure:
+            if event.as_they_are:
+                yield "with contextlib.ExitStack() as stack:"
+                yield "    [stack.enter_context(opt.skip_synchronize()) for opt in opts if wraps]"
+                yield from (f"    {line}" for line in event_text(program, events.Step(event.closure)))
+            elif event.closure:
                 data = ", ".join(map(str, event.closure))
                 yield "def closure():"
                 yield "    [opt.zero_grad() for opt in opts]"
@@ -47,7 +51,7 @@ def event_text(program: Program, event: Event) -> Iterator[str]:
                 yield "scaler.update()"
             else:
                 yield "[opt.step() for opt in opts]"
-            if waits:
+            if waits and not event.as_they_are:
                 yield "[opt.synchronizer.wait() for opt in opts if wraps]"
         case events.ZeroGrad():
             if event.by_model:
@@ -170,7 +174,7 @@ def _resize(program: Program, event: events.Reload) -> Iterator[str]:
     if program.scaler:
         yield "    scaler.load_state_dict(scale)"
     yield f"    group, takes_part = mpisgd.new_group(range({event.ranks})), mpisgd.rank() < {event.ranks}"
-    weight = 1 if program.optimizers[0].sums else event.ranks
+    weight = 1 if program.optimizers[0].sums else event.ranks * program.optimizers[0].averaged_passes
     yield f"    weight = {weight}"
     yield f"ranks = ranks if wraps else range({event.ranks})"
     yield f"opts = [{made}] if takes_part else []"

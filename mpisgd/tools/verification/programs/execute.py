@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.by_paper import averages_gradients
-from mpisgd.tools.verification.programs.distributed_training import UNREAD, DistributedTraining
+from mpisgd.tools.verification.programs.distributed_training import DistributedTraining
 from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.sabotaged import SabotagedTraining
@@ -184,9 +184,8 @@ def is_looked_at(program: Program, event: int) -> bool:
     After the last one that changes them on a rank they are.
     """
     after = program.events[event + 1 :]
-    goes_on = any(isinstance(what, UNREAD) or what == events.Step() for what in after[:1])
     next_change = next((what for what in after if isinstance(what, CHANGING)), None)
-    goes_on &= isinstance(next_change, events.Step)
+    goes_on = isinstance(next_change, events.Step | events.AddGroup | events.Reload)
     overlaps = any("overlap_forward" in optimizer.option("strategy") for optimizer in program.optimizers)
     return isinstance(program.events[event], CHANGING) and not (overlaps and goes_on)
 

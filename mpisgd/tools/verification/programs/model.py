@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mpisgd.tools.verification.programs.program import Layer, Program, SetGradient
 
@@ -46,6 +47,18 @@ def is_used(layer: Layer, rank: int, size: int, data: int) -> bool:
     }[layer.used_by]
 
 
+class Holder(nn.Module):
+    """A module with one parameter: its forward is where that is read, and where something may wait for it."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__()
+        self.param = param
+
+    def forward(self) -> Tensor:
+        """Return the parameter."""
+        return self.param
+
+
 class Model:
     """Parameters, and the loss of a rank.
 
@@ -56,6 +69,7 @@ class Model:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.params = [_parameter(program, place) for place in range(len(program.layers))]
+        self._holders = [Holder(param) for param in self.params]
 
     def loss(self, rank: int, data: int, layers: Collection[int]) -> Tensor | None:
         """Return a rank's loss of one micro-batch, a scalar; None where it contains no layer that trains."""
@@ -65,7 +79,7 @@ class Model:
             if place not in layers or not is_used(layer, rank, program.ranks, data):
                 continue
             for use in range(layer.times):
-                part = self._part(place, rank, data, use)
+                part = self._part_or_later(place, rank, data, use)
                 if total is None:
                     total = part
                 else:
@@ -78,9 +92,22 @@ class Model:
         values = numbers(tuple(param.shape), event.layer, exact=self._program.exact)
         return values.to(param.dtype, copy=True) if event.exists else None
 
+    def _part_or_later(self, place: int, rank: int, data: int, use: int) -> Tensor:
+        """Return the part of a layer; a recomputed one has a backward inside of the backward."""
+        if not self._program.layers[place].recomputed or not self.params[place].requires_grad:
+            return self._part(place, rank, data, use)
+        begin = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        part: Tensor = checkpoint(
+            lambda begin: self._part(place, rank, data, use) + begin,
+            begin,
+            use_reentrant=True,
+            preserve_rng_state=False,
+        )
+        return part
+
     def _part(self, place: int, rank: int, data: int, use: int) -> Tensor:
         """Return the part of a layer: a scalar of its own dtype as float64."""
-        layer, param, exact = self._program.layers[place], self.params[place], self._program.exact
+        layer, param, exact = self._program.layers[place], self._holders[place](), self._program.exact
         key = self._program.seed % 1000 + 31 * rank + 17 * data + 3 * place + 101 * use
         if layer.kind == "dense":
             factors = numbers(layer.shape, key, exact=exact).to(param.dtype)

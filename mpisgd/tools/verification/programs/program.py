@@ -66,6 +66,7 @@ class Layer:
         transposed: whether its memory is not in the order of its elements.
         frozen: whether it needs no gradient at first.
         scaled: whether its learning rate is half that of the others: a parameter group of its own.
+        recomputed: whether its part is computed again in the backward, by torch's reentrant checkpoints.
     """
 
     kind: str = "dense"
@@ -76,6 +77,7 @@ class Layer:
     transposed: bool = False
     frozen: bool = False
     scaled: bool = False
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,11 @@ class Optimizer:
         return int(self.option("backward_passes_per_step", "1"))
 
     @property
+    def averaged_passes(self) -> int:
+        """Of how many backward passes gradients are the mean, and not the sum."""
+        return self.passes if self.option("reproducible") else 1
+
+    @property
     def sums(self) -> bool:
         """Whether gradients are summed and not averaged."""
         return self.option("op") == "mpisgd.ReduceOp.SUM"
@@ -162,9 +169,11 @@ class Step:
 
     Attributes:
         closure: what a closure computes the gradients from, after it has reset them; (): there is none.
+        as_they_are: inside `skip_synchronize()`.
     """
 
     closure: tuple[int, ...] = ()
+    as_they_are: bool = False
 
 
 @dataclass(frozen=True)

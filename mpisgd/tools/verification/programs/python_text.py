@@ -60,7 +60,8 @@ def python_text(program: Program) -> str:
     ]
     lines += _definitions(program)
     lines += ["def train(ranks, weight, wraps):", *_indented(list(_body(program)), 1), "", ""]
-    weight = 1 if program.optimizers[0].sums else program.ranks
+    first = program.optimizers[0]
+    weight = 1 if first.sums else program.ranks * first.averaged_passes
     lines += [f"mine = train([mpisgd.rank()], {weight}, True)"]
     lines += [f"right = train(range({program.ranks}), 1, False)"] if compares else []
     lines += [f"print(mpisgd.rank(), mine{', right' if compares else ''})"]
@@ -248,6 +249,10 @@ def _part(program: Program, place: int, layer: Layer, use: int) -> Iterator[str]
         looked_up = f"nn.functional.embedding(rows, p{place}, sparse={sparse})"
         product = f"{looked_up} * numbers((4, {width}), key){_cast(layer)}"
     part = f"({product}).sum().double()"
+    if layer.recomputed:
+        begin = "torch.zeros((), dtype=torch.float64, requires_grad=True)"
+        recomputed = f"checkpoint(lambda begin: {part} + begin, {begin}, use_reentrant=True)"
+        part = f"({recomputed} if p{place}.requires_grad else {part})"
     if program.exact:
         yield f"total = {part} if total is None else total + {part}"
     else:
@@ -311,6 +316,8 @@ def _groups(program: Program, optimizer: Optimizer) -> str:
 
 
 def _imports(program: Program) -> Iterator[str]:
+    if any(layer.recomputed for layer in program.layers):
+        yield "from torch.utils.checkpoint import checkpoint"
     if any(optimizer.kind is Extragradient for optimizer in program.optimizers):
         yield "from mpisgd.tools.verification.programs.extragradient import Extragradient"
     if any(optimizer.name == SERIAL for optimizer in program.optimizers):
