@@ -147,7 +147,7 @@ def _with_uneven_data(program: Program, chance: random.Random) -> Program:
 
 
 def _with_changes(program: Program, chance: random.Random) -> Program:
-    """Return the program with a gradient that is set, and then clipped, while ranks have no data; or as it is."""
+    """Return the program with a gradient that is set and clipped while ranks have no data, or as it is."""
     there = [i for i, layer in enumerate(program.layers) if (layer.kind, layer.used_by) == ("dense", "all")]
     ends = [place for place, event in enumerate(program.events) if isinstance(event, EndJoin)]
     if not ends or not there or chance.random() > CHANGES_SHARE:

@@ -28,6 +28,7 @@ from mutating.operators import mutants_of  # noqa: E402
         ("def f(x):\n    return sorted(x)\n", {"list(x)"}),
         ('def f(x):\n    raise ValueError(f"{x + 1}")\n', set()),
         ("def __repr__(self):\n    return self.x + 1\n", set()),
+        ("def coding(self):\n    return self.x + 1\n", set()),
         ("x: int\n", set()),
     ],
 )
