@@ -20,6 +20,7 @@ from mpisgd.tools.verification.programs.program import (
     Convert,
     Event,
     FailedBackward,
+    Join,
     Program,
     Reload,
     SetFrozen,
@@ -50,6 +51,7 @@ def violation(program: Program) -> str:
     for event in program.events:
         if (
             broken := inside_join(walk, event)
+            or _in_one_order(walk, event)
             or _after_other(walk, event)
             or after_scaled(walk, event)
             or after_set(walk, event)
@@ -86,6 +88,11 @@ def _impossible(program: Program) -> str:
     strategy = program.optimizers[0].option("strategy")
     if len({*layers}) < len(layers) and any(mode in strategy for mode in ("async", "ssp")):
         return "parameters of servers at which nobody waits have one optimizer"
+    is_sparse = any("sparse" in layer.kind for layer in program.layers)
+    if (len({*layers}) < len(layers) or is_sparse) and any(
+        o.option("reproducible") for o in program.optimizers
+    ):
+        return "one order of sums is that of dense gradients, each of one optimizer"
     if names & {*ONE_BIT} and program.optimizers[0].options:
         return "1-bit optimizers are not wrapped"
     freezes = names & {*ONE_BIT} and 100 not in dict(program.optimizers[0].settings).values()
@@ -153,6 +160,23 @@ def _reads_divided(program: Program) -> bool:
         isinstance(event, Clip) and (event.by_torch or event.by_value) for event in program.events
     )
     return by_others or len({*layers}) < len(layers)
+
+
+def _in_one_order(walk: Walk, event: Event) -> str:
+    """Return what is wrong with an event where all passes are added up along one tree, alike on all ranks."""
+    if not any(optimizer.option("reproducible") for optimizer in walk.program.optimizers):
+        return ""
+    passes, window = min(optimizer.passes for optimizer in walk.program.optimizers), walk.window
+    match event:
+        case Backward() if event.no_sync or event.skipped or window.passes >= passes:
+            return "a pass that is none of the tree"
+        case Step(closure=data) if data:
+            return "the loss of a closure is added up in another order"
+        case Step() | Synchronize() | Clip() if window.passes % passes:
+            return "some passes are missing"
+        case Join() | Reload(ranks=1 | 2 | 3 | 4):
+            return "other ranks"
+    return ""
 
 
 def _after_other(walk: Walk, event: Event) -> str:
