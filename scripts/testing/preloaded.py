@@ -33,6 +33,7 @@ import struct
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,8 @@ def keep_preloaded() -> None:
     """Let the modules outlive Python, and their libraries the process; Python's own end as ever."""
     own = {*sys.stdlib_module_names, "__main__"}
     preloaded.update((name, m) for name, m in sys.modules.items() if name.partition(".")[0] not in own)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # each of torch's would take an operator out of its tables
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(preloaded))
     c = ctypes.CDLL(None)
     # Each runs before what was registered earlier, and after what the program's libraries register.
