@@ -46,17 +46,24 @@ BITWISE = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
 
 def given(rank: int, dtype: torch.dtype, shape: Sequence[int] = (131,)) -> Tensor:
     """What rank `rank` puts in: different for every rank and every element."""
-    place = np.arange(math.prod(shape), dtype=np.int64)
+    numel, period = math.prod(shape), _period(rank, dtype)
+    if numel > len(period):
+        period = period.repeat(-(-numel // len(period)))
+    return period[:numel].clone().reshape(tuple(shape))
+
+
+@functools.lru_cache(maxsize=1024)
+def _period(rank: int, dtype: torch.dtype) -> Tensor:
+    """What `given` repeats from its first element on."""
     if dtype is torch.bool:
-        values = torch.from_numpy((place + rank) % 3 == 0)
-    elif dtype in COMPLEX:
+        return torch.from_numpy((np.arange(3) + rank) % 3 == 0)
+    if dtype in COMPLEX:
+        place = np.arange(19 * 17)
         real, imag = (place * 7 + rank * 13) % 19 - 9, (place * 5 + rank * 11) % 17 - 8
-        values = torch.from_numpy(real / 7 + imag / 9 * 1j).to(dtype)
-    elif dtype in FLOATS:
-        values = torch.from_numpy(((place * 7 + rank * 13) % 101 - 50) / 7).to(dtype)
-    else:
-        values = torch.from_numpy(_integers(place, rank, dtype))
-    return values.reshape(tuple(shape))
+        return torch.from_numpy(real / 7 + imag / 9 * 1j).to(dtype)
+    if dtype in FLOATS:
+        return torch.from_numpy(((np.arange(101) * 7 + rank * 13) % 101 - 50) / 7).to(dtype)
+    return torch.from_numpy(_integers(np.arange(2 * 11), rank, dtype))
 
 
 def _integers(place: np.ndarray, rank: int, dtype: torch.dtype) -> np.ndarray:
