@@ -11,6 +11,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
+from mpisgd.optim import step_cycle
 
 several = pytest.mark.mpi(min_size=2)
 
@@ -117,10 +118,11 @@ def heard_in(num_steps, model, opt, change=lambda param: None):
 @several
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", [None, mpisgd.Sharded(), mpisgd.LocalSGD(2)], ids=str)
-def test_ranks_that_come_apart_later_are_warned_once(strategy):
+def test_ranks_that_come_apart_later_are_warned_once(strategy, monkeypatch):
+    monkeypatch.setattr(step_cycle, "SETTINGS_EVERY", 10)  # of which steps is said by the test of a schedule
     model, opt = train(strategy, apart=False)
-    everyone(heard_in(101, model, opt) == [])
-    heard = heard_in(300, model, opt, lambda param: param.data.add_(mpisgd.rank()))
+    everyone(heard_in(11, model, opt) == [])
+    heard = heard_in(30, model, opt, lambda param: param.data.add_(mpisgd.rank()))
     may_differ = isinstance(strategy, mpisgd.LocalSGD)
     everyone(len(heard) == int(mpisgd.rank() == 0 and not may_differ), heard)
     everyone(all("the ranks have different parameters (first: 0.weight; 4 of 4)" in text for text in heard))
