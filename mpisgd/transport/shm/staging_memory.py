@@ -1,12 +1,13 @@
 """`StagingMemory`: two buffers of each rank of a host, which are used in turn and which all of them see."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from mpisgd.transport.shm.chunk_partition import ChunkPartition, partition_chunk
+from mpisgd.transport.shm.small_sum import small_sums
 from mpisgd.transport.shm.staging import typed_pieces
 
 __all__ = ["MAX_CACHED", "StagingMemory"]
@@ -26,6 +27,7 @@ class StagingMemory:
         size: how many ranks there are.
         turn: which buffers are the current ones.
         addresses: for each turn where every rank's buffer begins.
+        small_sums: of the number of elements and the dtype; see there.
     """
 
     def __init__(self, buffers: Sequence[Sequence[Tensor]], rank: int) -> None:
@@ -37,6 +39,7 @@ class StagingMemory:
         self._starts = (0,) * self.size
         # Making these anew takes longer than adding up a small message.
         self._pieces = lru_cache(MAX_CACHED)(lambda turn, *what: typed_pieces(buffers[turn], *what))
+        self.small_sums = lru_cache(MAX_CACHED)(partial(small_sums, self.addresses))
         self._partition = lru_cache(MAX_CACHED)(
             lambda turn, *what: partition_chunk(buffers[turn], rank, *what)
         )

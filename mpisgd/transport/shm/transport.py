@@ -6,7 +6,6 @@ before.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from mpisgd.transport.members import Members
 from mpisgd.transport.shm import data_movement, reduction
 from mpisgd.transport.shm.at_once import AllReduceAtOnce, goes_at_once
 from mpisgd.transport.shm.region import Region, combine_chunks
-from mpisgd.transport.shm.staging_memory import MAX_CACHED, StagingMemory
+from mpisgd.transport.shm.staging_memory import StagingMemory
 from mpisgd.transport.staging_layout import BUFFER_BYTES
 
 __all__ = ["ShmTransport", "open_host_memory"]
@@ -63,7 +62,6 @@ class ShmTransport(StagingMemory, HostTransport):
         self.control = ControlBlock(
             segment, communicator.rank, communicator.global_ranks, communicator.progress
         )
-        self._at_once = lru_cache(MAX_CACHED)(partial(AllReduceAtOnce, self))
         self._name = name
         self._timeout_s = timeout_s
 
@@ -120,7 +118,9 @@ class ShmTransport(StagingMemory, HostTransport):
 
     def all_reduce_at_once(self, numel: int, dtype: torch.dtype, op: ReduceOp) -> AllReduceAtOnce | None:
         """See `HostTransport`."""
-        return self._at_once(numel, dtype, op) if goes_at_once(numel * dtype.itemsize, self.size) else None
+        if not goes_at_once(numel * dtype.itemsize, self.size):
+            return None
+        return AllReduceAtOnce(self, numel, dtype, op)
 
     def all_reduce_now(self, flat: Tensor, op: ReduceOp, region: AnyRegion | None = None) -> None:
         """See `HostTransport`.
@@ -151,7 +151,6 @@ class ShmTransport(StagingMemory, HostTransport):
     def close(self) -> None:
         """Free the communicator of the host. Collective."""
         self.communicator.free()
-        self._at_once.cache_clear()  # else a cycle keeps the memory until garbage is collected
 
 
 def open_host_memory(members: Members) -> ShmTransport | None:

@@ -24,7 +24,6 @@ __all__ = ["all_modes", "quick_modes"]
 
 _WITHOUT_PAIRS: tuple[Mode, ...] = (
     *SYNCHRONOUS,
-    *BY_HAND,
     *ONE_ORDER,
     *HOROVOD,
     *RESUMPTION,
@@ -38,6 +37,7 @@ _WITHOUT_PAIRS: tuple[Mode, ...] = (
     *ONE_BIT_OPTIMIZERS,
     *MATRIX_OPTIMIZERS,
     *BFLOAT16,
+    *BY_HAND,
 )
 
 
