@@ -7,6 +7,7 @@ import torch
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
+from mpisgd.transport.shm.at_once import AllReduceAtOnce
 from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.transport import ShmTransport
 
@@ -34,11 +35,18 @@ def test_no_operation_writes_too_early(hosts, numel):
     assert run_ranks(3, program, seed=numel, ranks_per_host=hosts) == [3.0 * 18.0] * 3
 
 
-def test_a_transport_that_writes_into_the_coming_half_of_another_rank_is_found(monkeypatch):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_transport_that_writes_into_the_coming_half_of_another_rank_is_found(monkeypatch, at_once):
+    def begin(shm, address):
+        copy_bytes(shm.next_addresses()[(shm.rank + 1) % shm.size], address, 12)
+
     def all_reduce(shm, flat, op):
-        copy_bytes(shm.next_addresses()[(shm.rank + 1) % shm.size], flat.data_ptr(), flat.nbytes)
+        begin(shm, flat.data_ptr())
         yield
 
-    monkeypatch.setattr(ShmTransport, "all_reduce", all_reduce)
+    monkeypatch.setattr(AllReduceAtOnce, "begin", lambda reduction, address: begin(reduction._shm, address))
+    if not at_once:
+        monkeypatch.setattr(ShmTransport, "all_reduce", all_reduce)
+        monkeypatch.setattr(ShmTransport, "all_reduce_at_once", lambda *form: None)
     with pytest.raises(RankFailed, match="has written into staging buffer"):
         run_ranks(2, lambda: mpisgd.all_reduce(torch.ones(3), algorithm="node"))
