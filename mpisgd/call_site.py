@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["LIBRARIES", "call_site", "site_of", "warn_at_call_site"]
 
 UNKNOWN = "unknown place"
+ENTRY = os.path.join("mpisgd", "core", "operation_queue.py")  # whose frame every operation has
 # A call site is a line of the program: not ours, and not torch's, which calls us at the end of backward.
 LIBRARIES = (
     os.path.dirname(os.path.abspath(__file__)) + os.sep,
@@ -33,9 +34,13 @@ def call_site() -> Callable[[], str]:
 
 
 def site_of(thread: int) -> str:
-    """Return the line of the program at which a thread is in a call of mpisgd now."""
+    """Return the line of the program at which a thread is in an operation now."""
     of_thread = sys._getframe(1) if thread == threading.get_ident() else sys._current_frames().get(thread)
-    frame = _frame_of_program(of_thread)
+    entry = of_thread
+    # What is called inside an operation may be in Python's library, or in the program.
+    while entry is not None and not entry.f_code.co_filename.endswith(ENTRY):
+        entry = entry.f_back
+    frame = _frame_of_program(entry or of_thread)
     return UNKNOWN if frame is None else _text_of(frame.f_code, frame.f_lineno)
 
 

@@ -179,3 +179,28 @@ def test_the_thread_outlives_what_is_called_when_an_operation_is_over(capfd):
     assert future.done()
     queue.drain()
     assert capfd.readouterr().err.count("KeyError: 'a broken callback'") == 1
+
+
+def test_the_line_that_called_an_operation_is_found_while_something_else_runs_inside_it():
+    """Also by another thread, which may find it in a library of Python's."""
+    queue, sites = make_queue(), []
+    inside, go = threading.Event(), threading.Event()
+
+    def action() -> None:
+        assert queue.running is not None
+        sites.append(queue.running.site())
+        inside.set()
+        go.wait(5.0)
+
+    def call() -> None:
+        queue.run(Operation("first"), action)  # here
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert inside.wait(5.0)
+    assert queue.running is not None
+    sites.append(queue.running.site())
+    go.set()
+    thread.join()
+    assert len({*sites}) == 1
+    assert sites[0].startswith(f"{__file__}:{call.__code__.co_firstlineno + 1} in call"), sites
