@@ -25,7 +25,6 @@ __all__ = [
     "cut_by",
     "flattened",
     "in_order",
-    "is_plain",
     "on_host",
     "overlap",
     "readable",
@@ -36,7 +35,7 @@ __all__ = [
 ALONE_BYTES = 512 * 2**10
 
 
-def is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Return whether the memory of `tensor` holds its elements in order, as they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -48,7 +47,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 def in_order(tensor: Tensor) -> Tensor:
     """Return the elements of `tensor` as a contiguous [numel] tensor, wherever it lies."""
-    if is_plain(tensor):
+    if _is_plain(tensor):
         return flattened(tensor)
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
@@ -109,7 +108,7 @@ class StagedOutput:
         self.tensor = tensor
         self.result: Tensor | None = None
         self._is_staged = not at_home and on_device(tensor)
-        self._is_direct = not self._is_staged and is_plain(tensor)
+        self._is_direct = not self._is_staged and _is_plain(tensor)
         if self._is_direct:
             self.flat = flattened(tensor)
         elif keep:
@@ -159,9 +158,9 @@ def copy_to_device(flat: Tensor, tensor: Tensor) -> None:
     """Begin to make `flat`, [numel] as `_room` returns it, the elements of a device tensor."""
     if bounce_buffers.goes_by_pieces(tensor.numel(), tensor.dtype):
         target = tensor.detach()
-        whole = target.view(-1) if is_plain(target) else torch.empty_like(flat, device=tensor.device)
+        whole = target.view(-1) if _is_plain(target) else torch.empty_like(flat, device=tensor.device)
         bounce_buffers.put(flat, whole)
-        if not is_plain(target):
+        if not _is_plain(target):
             target.copy_(whole.view(tensor.shape))
     elif tensor.numel():
         runtime().copy(tensor.detach(), flat.view(tensor.shape))

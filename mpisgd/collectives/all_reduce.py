@@ -24,7 +24,7 @@ from mpisgd.collectives.dispatch import (
 )
 from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.staging_check import run_first_part
-from mpisgd.collectives.tensor_arguments import address_in_order, check_output
+from mpisgd.collectives.tensor_arguments import check_output, lies_in_order
 from mpisgd.collectives.uneven import beside_ranks_without_data, neutral
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -93,13 +93,13 @@ def all_reduce(
     Cost: docs/concepts/transports.md has a table of the bytes and messages of each algorithm.
     """
     group = group_or_world(group)
-    if not (address := address_in_order(tensor)):
+    if not (in_order := lies_in_order(tensor)):
         check_output("all_reduce", tensor)
-    known = _known_call(group, tensor, op, algorithm, not address and on_device(tensor))
+    known = _known_call(group, tensor, op, algorithm, not in_order and on_device(tensor))
     if group.queue.uneven is None:
-        return _start(group, tensor, known, async_op, address)
+        return _start(group, tensor, known, async_op, in_order)
     with beside_ranks_without_data(group, "all_reduce", tensor, known.op, algorithm):
-        return _start(group, tensor, known, async_op, address)
+        return _start(group, tensor, known, async_op, in_order)
 
 
 class _KnownCall(NamedTuple):
@@ -130,27 +130,26 @@ def _beside_others(
 class _CallAtOnce:
     """A call on a small tensor between ranks that see the same memory."""
 
-    __slots__ = ("_address", "_reduction", "_tensor")
+    __slots__ = ("_reduction", "_tensor")
 
-    def __init__(self, reduction: ReductionAtOnce, tensor: Tensor, address: int) -> None:
+    def __init__(self, reduction: ReductionAtOnce, tensor: Tensor) -> None:
         self._reduction = reduction
         self._tensor = tensor
-        self._address = address
 
     def begin(self) -> None:
         """Do the first part."""
-        self._reduction.begin(self._address)
+        self._reduction.begin(self._tensor)
 
     def run(self) -> None:
         """Do the rest."""
-        self._reduction.finish(self._tensor, self._address)
+        self._reduction.finish(self._tensor)
         increment_version([self._tensor])
 
 
-def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool, address: int) -> Work | None:
-    if known.at_once is not None and address:  # small messages feel every call
+def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool, in_order: bool) -> Work | None:
+    if known.at_once is not None and in_order:  # small messages feel every call
         assert known.transport is not None
-        at_once = _CallAtOnce(known.at_once, tensor, address)
+        at_once = _CallAtOnce(known.at_once, tensor)
         begin = at_once.begin
         if group.checks_staging:
             begin = partial(run_first_part, begin, known.transport, [tensor])

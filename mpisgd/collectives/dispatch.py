@@ -99,7 +99,6 @@ class Call(Packer):
         self.sizes = sizes
         self.like = outputs[0] if outputs else inputs[0] if inputs else None
         self.on_device = False
-        self._in_place = []
         self._outputs = []
 
     @property
@@ -154,21 +153,20 @@ def run(
         transport: what the row's steps go through, where the caller has chosen it.
     """
     like = call.like
-    # A small message feels every call, and on the host no streams are to be kept in order.
-    start: Callable[..., Work | None] = call.group.queue.run
-    if like is not None and on_device(like):
+    on_host = like is None or not on_device(like)
+    if like is not None and row.device is not None and not on_host:
         dtypes = [tensor.dtype for tensor in call.outputs] if call.op is not None else []
-        backend = None
-        if row.device is not None:
-            backend = device_backend(call.group, call.operation, like, op=call.op, dtypes=dtypes)
-        if row.device is not None and backend is not None:
+        backend = device_backend(call.group, call.operation, like, op=call.op, dtypes=dtypes)
+        if backend is not None:
             return _run_on_device(row.device, backend, call, like.device, async_op)
-        start = partial(run_in_queue, call.group)
     if transport is None and row.steps is not None:
         dtype = call.outputs[0].dtype if call.op is not None and len(call.outputs) == 1 else None
         transport = transport_for(call.group, row.name, dtype, nbytes, tuned=row.tuned)
     prepared = PreparedCall(row, call, transport)
-    before, name = (None, "mpi") if transport is None else (prepared.begin, transport.name)
+    before = None if transport is None else prepared.begin
+    name = "mpi" if transport is None else transport.name
+    # A small message feels every call, and on the host no streams are to be kept in order.
+    start: Callable[..., Work | None] = call.group.queue.run if on_host else partial(run_in_queue, call.group)
     return start(
         call.operation,
         prepared.run,
@@ -203,9 +201,8 @@ class PreparedCall:
             call = self._call
             self._steps = self._row.steps(call, self._transport)
             if call.group.checks_staging:
-                run_first_part(
-                    partial(next, self._steps, None), self._transport, [*call.inputs, *call.outputs]
-                )
+                first_part = partial(next, self._steps, None)
+                run_first_part(first_part, self._transport, [*call.inputs, *call.outputs])
             else:
                 next(self._steps, None)
 

@@ -4,20 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from mpisgd.accelerator.buffers import (
-    ALONE_BYTES,
-    StagedOutput,
-    as_one,
-    cut_by,
-    flattened,
-    in_order,
-    is_plain,
-    overlap,
-    readable,
-)
-from mpisgd.accelerator.runtime import on_device
+from mpisgd.accelerator.buffers import ALONE_BYTES, StagedOutput, as_one, cut_by, in_order, overlap, readable
 
 __all__ = ["Packer", "messages_of", "own_part", "put"]
 
@@ -29,11 +17,10 @@ class Packer:
         on_device: whether that memory lies where the tensors do, rather than on the host.
     """
 
-    __slots__ = ("_in_place", "_outputs", "on_device")
+    __slots__ = ("_outputs", "on_device")
 
     def __init__(self, *, on_device: bool = False) -> None:
         self.on_device = on_device
-        self._in_place: list[Tensor] = []
         self._outputs: list[StagedOutput] = []
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -46,9 +33,6 @@ class Packer:
 
     def write(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
         """Return contiguous [numel] for the result in `tensor`; `keep`: what it holds now is an input."""
-        if is_plain(tensor) and (self.on_device or not on_device(tensor)):  # a small message feels every call
-            self._in_place.append(tensor)
-            return flattened(tensor)
         output = StagedOutput(tensor, keep=keep, at_home=self.on_device)
         self._outputs.append(output)
         return output.flat
@@ -67,8 +51,6 @@ class Packer:
 
     def finish(self) -> None:
         """Bring all results into the tensors."""
-        if self._in_place:
-            increment_version(self._in_place)
         for output in self._outputs:
             output.copy_back()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.errors import ShapeMismatch, UnsupportedTensor
 
-__all__ = ["address_in_order", "check_output", "check_place", "check_same", "check_tensor", "check_tensors"]
+__all__ = ["check_output", "check_place", "check_same", "check_tensor", "check_tensors", "lies_in_order"]
 
 
 def check_tensor(name: str, tensor: Any, what: str = "tensor") -> Tensor:
@@ -70,25 +70,24 @@ def check_output(name: str, tensor: object, what: str = "tensor") -> Tensor:
     return checked
 
 
-def address_in_order(tensor: object) -> int:
-    """Return where a tensor's elements lie in host memory, in order and as they are; 0 where they do not.
+def lies_in_order(tensor: object) -> bool:
+    """Return whether the elements of a tensor, some at least, lie in host memory in order and as they are.
 
-    One that has an address can travel and can be written to: no other check is needed, and as few of its
-    properties are asked for as that takes.
+    Such a tensor can travel and can be written to: no other check is needed, and as few of its properties are
+    asked for as that takes.
     """
     try:
-        if (
+        return (
             type(tensor) is Tensor
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and tensor.is_contiguous()
             and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized or tensor.is_nested)
             and not on_device(tensor)
-        ):
-            return tensor.data_ptr()
+            and tensor.data_ptr() != 0
+        )
     except RuntimeError:  # as in `check_tensor`
-        pass
-    return 0
+        return False
 
 
 def check_tensors(

@@ -8,7 +8,6 @@ same operation, with the same history. Only when they differ do descriptions and
 rank raises.
 """
 
-import functools
 import hashlib
 from collections.abc import Callable
 from functools import lru_cache
@@ -27,21 +26,7 @@ __all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation"]
 LEFT_TAG = 40  # of the queue's communicator, above the rounds of a dissemination and below an algorithm's
 
 
-class _Operation(NamedTuple):
-    """The fields of an `Operation`."""
-
-    kind: str
-    op: str = ""
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    root: int = -1
-    extra: str = ""
-    device: str = ""
-    owner: Owner | None = None
-    when: str = ""
-
-
-class Operation(_Operation):
+class Operation(NamedTuple):
     """What all ranks of a group must agree on before they start.
 
     Attributes:
@@ -56,19 +41,15 @@ class Operation(_Operation):
         when: what tells this call from others of the operation, such as the step, where that must be equal.
     """
 
-    # No `__slots__`: operations that recur are kept, and keep what was found out about them.
-
-    @functools.cached_property
-    def digest(self) -> int:
-        """The 64-bit hash of all fields but `when`."""
-        return _digest(self[:-1])
-
-    def of(self, owner: Owner) -> "Operation":
-        """Return the same as an operation of `owner`."""
-        known: Operation | None = self.__dict__.get("_of_owner")
-        if known is None or known.owner is not owner:
-            known = self.__dict__["_of_owner"] = self._replace(owner=owner)
-        return known
+    kind: str
+    op: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    root: int = -1
+    extra: str = ""
+    device: str = ""
+    owner: Owner | None = None
+    when: str = ""
 
     def __str__(self) -> str:
         parts = [f"op={self.op}"] if self.op else []
@@ -98,7 +79,7 @@ def fold(history: int, operation: Operation) -> int:
     """Return the 64-bit hash of everything up to and including `operation`."""
     if operation.when:
         history = (history * MULTIPLIER + _hash(operation.when)) & MASK
-    return (history * MULTIPLIER + operation.digest) & MASK
+    return (history * MULTIPLIER + _digest(operation[:-1])) & MASK
 
 
 # With which exit code this process leaves its program by `sys.exit`; 0 until it does.

@@ -138,7 +138,7 @@ class OperationQueue:
         if self.uneven is not None:
             self.uneven.intercept(operation.kind)
         if (owner := current_owner()) is not None:
-            operation = operation.of(owner)
+            operation = operation._replace(owner=owner)
         submission = Submission(operation, action, detail, before, after, tensors, timeout_s)
         if tracing.sink is not None:
             submission.span = tracing.OperationSpan(
@@ -182,7 +182,7 @@ class OperationQueue:
         if self.broken is not None:
             raise afresh(self.broken)
         if (owner := current_owner()) is not None:
-            operation = operation.of(owner)
+            operation = operation._replace(owner=owner)
         if tracing.sink is not None:
             tracing.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
         thread = threading.get_ident()

@@ -51,14 +51,14 @@ class Region(Protocol):
 class ReductionAtOnce(Protocol):
     """The all-reduce of small tensors of one form: the consistency check is the only meeting of the ranks.
 
-    The tensors hold their elements in order, as they are, at `address`. One is on its way at a time.
+    The tensors hold their elements in order, as they are. One is on its way at a time.
     """
 
-    def begin(self, address: int) -> None:
-        """Do the first part of an operation: tell the others what the tensor holds."""
+    def begin(self, tensor: Tensor) -> None:
+        """Do the first part of an operation: tell the others what `tensor` holds."""
 
-    def finish(self, tensor: Tensor, address: int) -> None:
-        """Do the rest of it: combine everyone's into the tensor."""
+    def finish(self, tensor: Tensor) -> None:
+        """Do the rest of it: combine everyone's into `tensor`."""
 
 
 class HostMemory(Protocol):

@@ -40,8 +40,8 @@ LONG_SLEEP_S = 0.005  # a long wait costs about one per cent of a core
 YIELD_S = 0.0003
 SHORT_YIELD_S = 0.00015  # the same where others exchange messages meanwhile, which takes longer
 BUSY_S = 0.00002  # for so long a rank that has a core keeps it
-# A rank that will be woken sleeps longer: a look takes a tenth of this from a core that others need. It wakes
-# by itself to move MPI's messages along, sooner where some are in flight.
+# A rank that will be woken sleeps longer: each look takes time of a core that others need. It wakes by itself
+# to move MPI's messages along, sooner where some are in flight.
 WAKEABLE_SLEEP_S = 0.002
 WAKEABLE_MESSAGE_SLEEP_S = 0.0002
 # Pauses are this share of what has been waited already: late partners are noticed that much later.

@@ -64,7 +64,8 @@ class ControlBlock:
         # Elsewhere no order of a store and a later load can be had without the kernel's help.
         knows_sleepers = _STORES_IN_ORDER and SLEEPERS + len(ranks) <= CONTROL_BYTES
         first = self._mine + SLEEPERS // WORD_BYTES
-        self._sleepers = range(first, first + -(-len(ranks) // WORD_BYTES)) if knows_sleepers else None
+        words = -(-len(ranks) // WORD_BYTES)
+        self._sleepers = self._words[first : first + words] if knows_sleepers else None
         self._all = [other * stride for other in range(len(ranks))]
         self._others = [at for at in self._all if at != self._mine]
 
@@ -101,8 +102,7 @@ class ControlBlock:
             return True
         with _fence:  # else the processor may read the bytes before others see the word
             pass
-        words = self._words
-        return any(words[at] for at in self._sleepers)
+        return any(self._sleepers)
 
     def reached(self, word: int, ranks: Iterable[int], count: int) -> bool:
         """Return whether this word of each of the local `ranks` is at least `count`."""
@@ -118,14 +118,18 @@ class ControlBlock:
         for rank in ranks:
             late = self._all[rank] + word
             if (value := self._words[late]) < count:
-                at = rank * self._share_bytes + SLEEPERS + self._rank
-                self._bytes[at] = 1
+                self._say_asleep(rank, True)
                 self._futex.wait(late, value, limit_s)
-                self._bytes[at] = 0
+                self._say_asleep(rank, False)
                 if self._words[late] == value:
                     self.progress()
                 break
         return True
+
+    def _say_asleep(self, rank: int, sleeps: bool) -> None:
+        """Tell a local rank whether this one sleeps until one of its words changes."""
+        if self._sleepers is not None:
+            self._bytes[rank * self._share_bytes + SLEEPERS + self._rank] = sleeps
 
     def _not_yet(self) -> bool:
         """Return False. A rank that is going to sleep makes progress when it wakes for nothing."""

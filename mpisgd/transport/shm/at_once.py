@@ -44,24 +44,23 @@ class AllReduceAtOnce:
         self._form = numel, dtype
         self._sums = shm.small_sums(numel, dtype) if op in (ReduceOp.SUM, ReduceOp.AVG) else (None, None)
 
-    def begin(self, address: int) -> None:
-        """Write what lies there for the others."""
-        copy_bytes(self._shm.next_addresses()[self._shm.rank], address, self._nbytes)
+    def begin(self, tensor: Tensor) -> None:
+        """Write the elements of `tensor` for the others."""
+        copy_bytes(self._shm.next_addresses()[self._shm.rank], tensor.data_ptr(), self._nbytes)
 
-    def finish(self, tensor: Tensor, address: int) -> None:
-        """Combine everyone's into the tensor."""
+    def finish(self, tensor: Tensor) -> None:
+        """Combine everyone's into `tensor`."""
         shm, op = self._shm, self._op
         shm.swap_buffers()
         if (total := self._sums[shm.turn]) is None:
             combine_in_rank_order(shm.pieces(*self._form), op, out=flattened(tensor))
             return
-        copy_bytes(address, total.address(), self._nbytes)
+        copy_bytes(tensor.data_ptr(), total.address(), self._nbytes)
         if op is ReduceOp.AVG:
             divide(tensor.detach(), shm.size)
 
     def steps(self, tensor: Tensor) -> Steps:
         """Do both as the steps of an operation."""
-        address = tensor.data_ptr()
-        self.begin(address)
+        self.begin(tensor)
         yield
-        self.finish(tensor, address)
+        self.finish(tensor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -89,10 +88,10 @@ def test_nor_does_the_exchange_of_kinds(checked):
 class AtOnce:
     """A reduction at once whose first part is given."""
 
-    def __init__(self, begin: Callable[[int], object]) -> None:
+    def __init__(self, begin: Callable[[Tensor], object]) -> None:
         self.begin = begin
 
-    def finish(self, tensor: Tensor, address: int) -> None:
+    def finish(self, tensor: Tensor) -> None:
         raise AssertionError("the ranks have not agreed")
 
 
@@ -100,9 +99,9 @@ class AtOnce:
 def begins_with(request, checked, monkeypatch):
     """Lets the all-reduce of the group's transport begin with something else."""
 
-    def change(first: Callable[[int], object]) -> None:
+    def change(first: Callable[[Tensor], object]) -> None:
         def all_reduce(flat, op):
-            first(flat.data_ptr())
+            first(flat)
             yield
 
         at_once = AtOnce(first) if request.param == "at once" else None
@@ -113,7 +112,7 @@ def begins_with(request, checked, monkeypatch):
 
 
 def test_a_transport_that_writes_too_early_fails_on_every_rank(checked, begins_with):
-    begins_with(lambda address: ctypes.memset(address, 0, 4))
+    begins_with(Tensor.zero_)
     with pytest.raises(AssertionError, match="has written into a tensor of the call"):
         mpisgd.all_reduce(torch.ones(3), group=checked, algorithm=checked.transports[0].name)
     everyone(checked.queue.broken is not None)

@@ -37,14 +37,14 @@ def test_no_operation_writes_too_early(hosts, numel):
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_transport_that_writes_into_the_coming_half_of_another_rank_is_found(monkeypatch, at_once):
-    def begin(shm, address):
-        copy_bytes(shm.next_addresses()[(shm.rank + 1) % shm.size], address, 12)
+    def begin(shm, tensor):
+        copy_bytes(shm.next_addresses()[(shm.rank + 1) % shm.size], tensor.data_ptr(), tensor.nbytes)
 
     def all_reduce(shm, flat, op):
-        begin(shm, flat.data_ptr())
+        begin(shm, flat)
         yield
 
-    monkeypatch.setattr(AllReduceAtOnce, "begin", lambda reduction, address: begin(reduction._shm, address))
+    monkeypatch.setattr(AllReduceAtOnce, "begin", lambda reduction, tensor: begin(reduction._shm, tensor))
     if not at_once:
         monkeypatch.setattr(ShmTransport, "all_reduce", all_reduce)
         monkeypatch.setattr(ShmTransport, "all_reduce_at_once", lambda *form: None)

@@ -50,7 +50,7 @@ def reduced(size: int, given: list[Tensor], op: ReduceOp) -> list[Tensor]:
         ]
         for begin in (True, False):
             for reduction, mine in pairs:
-                reduction.begin(mine.data_ptr()) if begin else reduction.finish(mine, mine.data_ptr())
+                (reduction.begin if begin else reduction.finish)(mine)
     return results[1]
 
 
