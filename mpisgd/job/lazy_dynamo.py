@@ -1,9 +1,10 @@
 """Importing `torch._dynamo` is left to the first `torch.compile`.
 
-torch's optimizers import it when the first of them is made, and again in `step()`, only to tell the compiler
-what not to trace. That takes as long as `import torch` did, on every rank at once, and some 75 MB of each
-rank's memory. As long as nobody has loaded the compiler there is nothing to tell it, and this leaves it out;
-from then on torch's own functions run again.
+torch's optimizers import it when the first of them is made, and again in `step()`, and so does the first
+`torch.utils.checkpoint` with `use_reentrant=True`, only to tell the compiler what not to trace; the other form
+of it needs the module's settings. That takes as long as `import torch` did, on every rank at once, and some
+75 MB of each rank's memory. As long as nobody has loaded the compiler there is nothing to tell it, and this
+leaves it out; from then on torch's own functions run again.
 """
 
 import functools
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
@@ -27,7 +29,9 @@ Function = Callable[..., Any]
 
 
 def defer_import() -> None:
-    """Let torch's optimizers import `torch._dynamo` no more. Does nothing where it is loaded already.
+    """Let torch's optimizers and checkpoints import `torch._dynamo` no more.
+
+    Does nothing where it is loaded already.
 
     Where a version of torch is not built as this expects, it imports the module as it always did.
     """
@@ -35,6 +39,7 @@ def defer_import() -> None:
         return
     for name in UNTRACED:
         _call_directly(getattr(Optimizer, name))
+    _call_directly(torch.utils.checkpoint.checkpoint)
     for optimizer in Optimizer.__subclasses__():
         step: Any = vars(optimizer).get("step")
         if getattr(step, "__code__", None) is _code_of_steps():

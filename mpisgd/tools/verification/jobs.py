@@ -13,13 +13,12 @@ from mpisgd.errors import JobError
 from mpisgd.tools.bench.jobs import run_command, run_job
 from mpisgd.tools.verification.cell import Cell
 from mpisgd.tools.verification.hosts import on_hosts
-from mpisgd.tools.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Selection, hosts_text
+from mpisgd.tools.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, SOME, Selection, hosts_text
 from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.sabotage import Sabotage
 
 __all__ = ["Started", "append_cell", "jobs_of", "run_started"]
 
-SOME = 3  # ranks: no power of two
 NUM_HOSTS = 2
 LARGE_FROM = 4  # ranks, if more are wanted for some modes
 RANKS_PER_HOST = "MPISGD_RANKS_PER_HOST"

@@ -13,8 +13,9 @@ from mpisgd.tools.verification.mode import Mode
 from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trial import trials_of
 
-__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Selection", "hosts_text", "run_here"]
+__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "SOME", "Selection", "hosts_text", "run_here"]
 
+SOME = 3  # ranks: no power of two
 SHARED_MEMORY, MESSAGES, LOSS = "shared memory", "messages", "a rank is lost"
 
 
@@ -57,9 +58,13 @@ class Selection(NamedTuple):
         return [s for s in Sabotage if s is not Sabotage.NONE] if self.sabotage else [Sabotage.NONE]
 
     def dtypes(self, mode: Mode, transport: str) -> Sequence[torch.dtype]:
-        """Return those of the models; all of them, if quickly, by one transport only."""
-        one = self.sabotage or transport == LOSS or (self.quick and transport == SHARED_MEMORY)
-        return mode.dtypes[:1] if one else mode.dtypes
+        """Return those of the models.
+
+        If quickly, a mode that is tried in shared memory and between hosts has another one in each.
+        """
+        if self.sabotage or transport == LOSS or (self.quick and transport == SHARED_MEMORY):
+            return mode.dtypes[:1]
+        return mode.dtypes[-1:] if self.quick and mode.applies(SOME) else mode.dtypes
 
 
 def hosts_text(count: int, *, pretended: bool) -> str:

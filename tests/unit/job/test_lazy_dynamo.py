@@ -1,4 +1,4 @@
-"""torch's compiler is imported by programs that compile; optimizers do the same with and without it."""
+"""torch's compiler is imported by programs that compile; optimizers and recomputed parts do the same without it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ PROGRAM = """
     import sys
     import torch
     from torch import nn
+    from torch.utils.checkpoint import checkpoint
 
     NAMES = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop Adafactor".split()
     NAMES = [name for name in NAMES if hasattr(torch.optim, name)]  # Adafactor came with torch 2.5
@@ -38,12 +39,23 @@ PROGRAM = """
         weight.backward()
         return round(start.grad.item(), 6), torch.is_grad_enabled()
 
+    def recomputed_gradient():
+        start, calls = torch.linspace(-1, 1, 5, requires_grad=True), []
+        part = lambda values: (calls.append(1), (values * 3).sin())[1]
+        checkpoint(part, start, use_reentrant=True).sum().backward()
+        return len(calls), start.grad.tolist()
+
     def all_steps():
-        return {name: train(name) for name in NAMES}, gradient_through_a_step()
+        found = {name: train(name) for name in NAMES}
+        return found, gradient_through_a_step(), recomputed_gradient()
 
     def is_direct():
-        called = torch.optim.Optimizer.zero_grad.__wrapped__.__dict__.get("__dynamo_disable")
-        return getattr(called, "__code__", None) is not None and "lazy_dynamo" in called.__code__.co_filename
+        found = set()
+        for method in (torch.optim.Optimizer.zero_grad, checkpoint):
+            called = method.__wrapped__.__dict__.get("__dynamo_disable")
+            code = getattr(called, "__code__", None)
+            found.add(code is not None and "lazy_dynamo" in code.co_filename)
+        return sorted(found)
 
     if sys.argv[1] == "deferred":
         from mpisgd.job.lazy_dynamo import defer_import
@@ -76,10 +88,15 @@ def run(how: str) -> dict:
 def test_optimizers_take_the_same_steps_without_the_compiler_and_leave_it_unloaded():
     """And those of a program that loads it later are torch's own."""
     deferred, plain = run("deferred"), run("plain")
-    assert (deferred["is_loaded"], deferred["is_direct"], deferred["is_direct_later"]) == (False, True, False)
-    assert (plain["is_loaded"], plain["is_direct"]) == (True, False)
+    assert (deferred["is_loaded"], deferred["is_direct"], deferred["is_direct_later"]) == (
+        False,
+        [True],
+        [False],
+    )
+    assert (plain["is_loaded"], plain["is_direct"]) == (True, [False])
     assert deferred["alone"][1] == [0.95, True]
     assert len(deferred["alone"][0]) >= 11
+    assert deferred["alone"][2][0] == 2
     for when in ("alone", "beside the compiler"):
         assert deferred[when] == plain["alone"] == plain[when]
     # Some versions of torch round a compiled step in another way.
