@@ -17,6 +17,8 @@ program may convert parameters, to channels last say, or be resumed with others.
 
 What is drawn at random, or chosen in a bucket as a whole, depends on where the elements lie. So the order in
 which gradients are packed, which was observed, is kept, too: the entry "place" of each parameter, alike.
+Gradients of parameters that have had sparse ones travel as they are, dense ones, too. So these parameters
+have an entry "sparse", alike.
 
 It is a part of the state of a strategy; see `mpisgd.method_state`.
 """
@@ -39,6 +41,7 @@ from mpisgd.method_state import Pieces, copied
 __all__ = ["CompressionState", "ReducedBucket", "Untouched"]
 
 PLACE = "place"  # of a parameter in the order of packing
+HAD_SPARSE = "sparse"  # gradients, on any rank
 
 Entries = dict[str, dict[str, Any]]  # by parameter or bucket, then by name
 
@@ -111,9 +114,17 @@ class _Kept:
 
     def take_order(self) -> tuple[int, ...]:
         """Return the order of packing, of which nothing stays here; () where there is none."""
-        places = {key: entries.pop(PLACE) for key, entries in self.alike.items() if PLACE in entries}
+        places = self._take_entries(PLACE)
+        return tuple(sorted(places, key=places.__getitem__))
+
+    def take_sparse(self) -> frozenset[int]:
+        """Return the parameters that have had sparse gradients, of which nothing stays here."""
+        return frozenset(self._take_entries(HAD_SPARSE))
+
+    def _take_entries(self, name: str) -> dict[int, Any]:
+        taken = {int(key): entries.pop(name) for key, entries in self.alike.items() if name in entries}
         self.alike = defaultdict(dict, {key: entries for key, entries in self.alike.items() if entries})
-        return tuple(int(key) for key in sorted(places, key=places.__getitem__))
+        return taken
 
     def pieces(self) -> Pieces:
         """Return it by whose it is, without what is empty."""
@@ -126,10 +137,14 @@ class CompressionState:
 
     Attributes:
         order: in which tensors are packed, by their numbers, where that was observed and matters; else ().
+        sparse: tensors, by their numbers, that have had sparse gradients on any rank.
+        keeps_sparse: whether these belong to the state: dense gradients of others are rounded on their way.
     """
 
     def __init__(self) -> None:
         self.order: tuple[int, ...] = ()
+        self.sparse: frozenset[int] = frozenset()
+        self.keeps_sparse = False
         self._slots: Sequence[ReducedBucket] = ()
         self._waiting = _Kept({}, {})  # of parameters that are in no bucket now
 
@@ -162,16 +177,18 @@ class CompressionState:
     # -- as a part of a method's state: see `mpisgd.method_state.Part` -----------------------------
 
     def pieces(self) -> Pieces:
-        """Return this rank's states, and the order of packing; nothing where nothing is kept."""
+        """Return this rank's states, the order of packing, and what was sparse; empty if nothing is kept."""
         kept = self._gathered()
         for place, index in enumerate(self.order):
             kept.alike[str(index)][PLACE] = place
+        for index in sorted(self.sparse) if self.keeps_sparse else ():
+            kept.alike[str(index)][HAD_SPARSE] = True
         return kept.pieces()
 
     def take(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Take over what `pieces()` has returned, now or as soon as there is a plan; the rest begins anew."""
         self._waiting = _Kept(copied(alike), copied(own or {}))
-        self.order = self._waiting.take_order()
+        self.order, self.sparse = self._waiting.take_order(), self._waiting.take_sparse()
         for slot in self._slots:
             slot.reducer.reset()
         self._hand_out()

@@ -57,8 +57,8 @@ class CurrentPlan:
     def that_holds(self) -> BucketPlan | None:
         """The plan, None where there is none that fits the parameters as they are."""
         plan = self._plan
-        if plan is None or self.state.order != self._planned_order:  # a state was loaded since
-            return None
+        if plan is None or self.state.order != self._planned_order or self.state.sparse != plan.sparse:
+            return None  # a state was loaded since
         if self._guard is not None and self._guard.holds(self._params):
             return plan
         return plan if plan.covered == self.coverable() and plan.fits(self._params) else None
@@ -84,14 +84,11 @@ class CurrentPlan:
         all_gather_object(everyones, here, self._group)
         return all(each == here for each in everyones)
 
-    def renew(
-        self, options: ReductionOptions, sparse: frozenset[int], observed: Sequence[int], when: str
-    ) -> BucketPlan:
+    def renew(self, options: ReductionOptions, observed: Sequence[int], when: str) -> BucketPlan:
         """Make a new plan. Collective.
 
         Args:
             options: how to reduce.
-            sparse: the parameters that have had sparse gradients.
             observed: the order in which gradients became ready.
             when: which reduction of the program comes next.
         """
@@ -100,7 +97,7 @@ class CurrentPlan:
         self._plan = plan = agree_on_plan(
             self._params,
             covered,
-            sparse,
+            state.sparse,
             state.order if set(state.order) == set(covered) else observed,
             group=self._group,
             options=options,
@@ -110,6 +107,8 @@ class CurrentPlan:
             make_slots=self._destination.make_slots,
         )
         state.move_to(plan.slots)
+        state.sparse = plan.sparse
+        state.keeps_sparse = any(options.compression.changes(param.dtype) for param in self._params)
         if order is None and any(wire_dtype_of(options.compression, p.dtype) is None for p in self._params):
             state.order = plan.order  # what comes out of a bucket as a whole depends on it
         self._planned_order = state.order

@@ -27,7 +27,7 @@ from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument, MpisgdError
 from mpisgd.gradients.attempts import Attempts
-from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
+from mpisgd.gradients.bucket_plan import BucketSlot
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.current_plan import CurrentPlan
 from mpisgd.gradients.destination import Destination, Everyone
@@ -97,7 +97,7 @@ class GradientReducer(GradientSync):
         self._sparse = SparseGradients()
         wants_plan = self._destination.cover(self._launcher) and self.group.size > 1
         if wants_plan and self._plan.ranks_cover_the_same():
-            self._new_plan((), "before the first backward")
+            self._plan.renew(self.options, (), "before the first backward")
 
     @property
     def compression_state(self) -> CompressionState:
@@ -276,7 +276,7 @@ class GradientReducer(GradientSync):
             if (failure := self._in_flight.failure) is not None:
                 self._in_flight = InFlightReduction()
                 raise failure
-            plan = self._plan.that_holds or self._new_plan(observed, when)
+            plan = self._plan.that_holds or self._plan.renew(self.options, observed, when)
             self._in_flight = InFlightReduction(plan, self._attempts.name(when), in_background=False)
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
         in_flight.note = note
@@ -311,11 +311,6 @@ class GradientReducer(GradientSync):
                 weight.before(param.grad)
                 weight.after(param.grad)
 
-    def _new_plan(self, observed: Sequence[int], when: str) -> BucketPlan:
-        plan = self._plan.renew(self.options, self._sparse.known, observed, when)
-        self._sparse.known = plan.sparse
-        return plan
-
     # -- when all have arrived ----------------------------------------------------------------------
 
     def _unload(self, in_flight: InFlightReduction) -> list[int] | None:
@@ -336,9 +331,10 @@ class GradientReducer(GradientSync):
             if here.strip(ALL_DENSE):
                 late |= {i: self.params[i].grad for i, k in zip(indices, here, strict=True) if k & SPARSE}
             self._destination.unload(in_flight, place, here)
-        if (sparse or late) and self._sparse.reduce(sparse, late, self._launcher):
-            self._plan.forget()
-        self._destination.arrived(in_flight, self._sparse.known)
+        if sparse or late:
+            self._sparse.reduce(sparse, late, self._launcher)
+            self.compression_state.sparse |= late.keys()
+        self._destination.arrived(in_flight, self.compression_state.sparse)
         return self._nonfinite(in_flight, sparse, kinds)
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:

@@ -21,18 +21,16 @@ class SparseGradients:
     """Reduces gradients that are sparse on some rank, which travel apart from the others.
 
     Attributes:
-        known: the parameters that have had such gradients, on any rank.
         dims: how many sparse dimensions they had, by parameter.
     """
 
     def __init__(self) -> None:
-        self.known: frozenset[int] = frozenset()
         self.dims: dict[int, int] = {}
 
     def reduce(
         self, planned: Sequence[int], late: Mapping[int, Tensor | None], launcher: BucketLauncher
-    ) -> bool:
-        """Reduce what is sparse on some rank; return whether a new plan must know of more. Collective.
+    ) -> None:
+        """Reduce what is sparse on some rank. Collective.
 
         Args:
             planned: the parameters whose gradients were planned as sparse.
@@ -54,8 +52,6 @@ class SparseGradients:
                 param.grad = param.grad if total is None else param.grad.add_(total)
             else:
                 param.grad = total
-        self.known = self.known.union(late)
-        return bool(late)
 
 
 def _check_combined_as_sparse(launcher: BucketLauncher, indices: Sequence[int]) -> None:

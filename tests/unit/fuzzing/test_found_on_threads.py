@@ -44,6 +44,23 @@ def check(*events, ranks=2, layers, optimizers, exact=False, seed=0, scaler=Fals
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
 
 
+# Dense gradients of a parameter that has had sparse ones travel as they are. A resumed run did not know which
+# those are, and sent them as all others: chosen elements, or rounded.
+
+
+@pytest.mark.parametrize("compression", ["Compression.fp16", "compress.TopK(ratio=0.5)", "compress.OneBit()"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_was_sparse_before_travels_alike_when_resumed(compression, ranks):
+    check(
+        *(Backward((2,)), Step(), ZeroGrad(), Reload(), Backward((3,)), Step(), ZeroGrad()),
+        *(Backward((5,)), Step()),
+        ranks=ranks,
+        layers=[Layer("partly sparse", (5, 2)), Layer(shape=(3,))],
+        optimizers=[Optimizer("SGD", (("lr", 0.25),), (0, 1), (("compression", f"mpisgd.{compression}"),))],
+        seed=6,
+    )
+
+
 # Seed 302178. A parameter that has had a sparse gradient travels apart, and was divided by the number of
 # ranks; in a bucket what was divided before was multiplied by a reciprocal. A resumed run does not know what
 # was sparse once, so its last bits were others.
