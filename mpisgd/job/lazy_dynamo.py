@@ -1,10 +1,10 @@
 """Importing `torch._dynamo` is left to the first `torch.compile`.
 
 torch's optimizers import it when the first of them is made, and again in `step()`, and so does the first
-`torch.utils.checkpoint` with `use_reentrant=True`, only to tell the compiler what not to trace; the other form
-of it needs the module's settings. That takes as long as `import torch` did, on every rank at once, and some
-75 MB of each rank's memory. As long as nobody has loaded the compiler there is nothing to tell it, and this
-leaves it out; from then on torch's own functions run again.
+`torch.utils.checkpoint` with `use_reentrant=True`, only to tell the compiler what not to trace; with False
+it asks for its settings. That takes as long as `import torch` did, on every rank at once, and some 75 MB of
+each rank's memory. As long as nobody has loaded the compiler there is nothing to tell it, and this leaves it
+out; from then on torch's own functions run again.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""torch's compiler is imported by programs that compile; optimizers and recomputed parts do the same without it."""
+"""The compiler of torch is imported by programs that compile; others do the same without it."""
 
 from __future__ import annotations
 
