@@ -14,7 +14,7 @@ from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.submission import set_id_of_member
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.job.rank_info import rank
-from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
+from mpisgd.sharding.layerwise.in_files import check_in_memory
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -24,7 +24,7 @@ from mpisgd.horovod.process_sets import ProcessSet, global_process_set, serial_o
 from mpisgd.job import rank_info
 from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.optim.step_hooks import StepArguments, register_step_hooks, step_noting_depth, wrap_closure
-from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
+from mpisgd.sharding.layerwise.in_files import check_in_memory
 
 __all__ = ["DistributedOptimizer", "begin_anew"]
 

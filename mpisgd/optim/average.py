@@ -17,7 +17,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.optim.broadcast import Parameters, name_tensors
 from mpisgd.parameters.parameter_names import agree_on
-from mpisgd.sharding.layerwise.offload_parameters import without_streamed
+from mpisgd.sharding.layerwise.in_files import without_streamed
 
 __all__ = ["average_gradients", "average_parameters"]
 

@@ -18,7 +18,7 @@ from mpisgd.job.uncombined_training import watch_for_operations
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
 from mpisgd.parameters.parameter_names import agree_on
-from mpisgd.sharding.layerwise.offload_parameters import without_streamed
+from mpisgd.sharding.layerwise.in_files import without_streamed
 
 __all__ = [
     "Parameters",

@@ -10,7 +10,6 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.tree_sum import TreeSum
 from mpisgd.methods.adasum.adasum import AdaptiveSum, Adasum
-from mpisgd.methods.auto.auto import Auto
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.training import Training
@@ -26,6 +25,8 @@ def resolve_reduction(op: Any, compression: Compressor | str | None) -> tuple[Re
     """
     chosen: Any = Compression.none if compression is None else compression
     if isinstance(chosen, str) and chosen == "auto":
+        from mpisgd.methods.auto.auto import Auto  # others need not load its candidates
+
         chosen = Auto()
     if isinstance(chosen, Compressor) and chosen.traits.replaces_op:
         raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")

@@ -22,7 +22,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
 from mpisgd.parameters.fingerprint import fingerprints
 from mpisgd.parameters.parameter_names import agree_on, describe, name_parameters
-from mpisgd.sharding.layerwise.offload_parameters import without_streamed
+from mpisgd.sharding.layerwise.in_files import without_streamed
 
 __all__ = ["check_in_sync", "check_tensors_in_sync"]
 

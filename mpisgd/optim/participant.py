@@ -20,11 +20,10 @@ from mpisgd.core.uneven_data import Performer, Told, UnevenData, refuse
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.uneven_window import LOSS, REDUCE, Begun, UnevenWindow
 from mpisgd.gradients.weight import why_not_weighted
-from mpisgd.methods.sharded.synchronizer import UNSCALE, ShardedSynchronizer
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.parameters.fingerprint import fingerprints
-from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_gradient import UNSCALE, ShardedGradient
 
 __all__ = ["CLIP", "STEP", "Participant", "performers_of"]
 
@@ -335,10 +334,10 @@ class Participant:
 
     def perform_unscale(self, dtype: torch.dtype, factor: float, shape: tuple[int, ...]) -> None:
         """Unscale with the others."""
-        assert isinstance(self.synchronizer, ShardedSynchronizer)
+        sharded: Any = self.synchronizer  # a `ShardedSynchronizer`: others tell of no unscaling
         device = self.params[0].device
         found_inf = torch.zeros(shape, device=device)
-        self.synchronizer.unscale(dtype, found_inf, torch.tensor(factor, device=device))
+        sharded.unscale(dtype, found_inf, torch.tensor(factor, device=device))
 
     def perform_loss(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Return everyone's loss."""

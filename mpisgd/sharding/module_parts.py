@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mpisgd.core.group import Group
-from mpisgd.sharding.layerwise.offload_parameters import StateDictHooks, streamed_parameters_of
+from mpisgd.sharding.layerwise.in_files import streamed_parameters_of
+from mpisgd.sharding.layerwise.offload_parameters import StateDictHooks
 from mpisgd.sharding.needed_parts import LoadedPart, NeededPart
 from mpisgd.sharding.shared_parameters import needed_of_shared
 

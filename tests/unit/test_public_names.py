@@ -78,3 +78,19 @@ def test_functions_that_need_mpi_load_it_on_first_use_only():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
+def test_a_plain_training_loads_no_method_that_it_has_not_asked_for():
+    """Each rank of each job loads what `DistributedOptimizer` imports, before its first step."""
+    program = (
+        "import mpisgd, sys, torch\n"
+        "param = torch.nn.Parameter(torch.ones(3))\n"
+        "optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1))\n"
+        "param.sum().backward()\n"
+        "optimizer.step()\n"
+        "others = ('sharding.offload', 'sharding.reduction.to_owners', 'methods.sharded.synchronizer', "
+        "'methods.power_sgd', 'methods.diloco')\n"
+        "print([name for name in others if f'mpisgd.{name}' in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -45,7 +45,7 @@ from mpisgd.methods.compressed_momentum.moments import Trained, TrainedParameter
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_default, no, yes
 from mpisgd.parameters.parameter_names import agree_on, name_parameters
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
-from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
+from mpisgd.sharding.layerwise.in_files import check_in_memory
 
 __all__ = ["CompressedMomentumOptimizer", "Kept"]
 

@@ -29,7 +29,7 @@ from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training, check_elementwise
 from mpisgd.sharding.divided_parameters import check_divisible
 from mpisgd.sharding.elementwise import is_known_elementwise
-from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
+from mpisgd.sharding.layerwise.in_files import streamed_parameters_of
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.reduction.coded_reduction import check_codable

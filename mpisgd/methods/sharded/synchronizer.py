@@ -33,12 +33,10 @@ from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.reduction.coded_reduction import MakeShardCode, check_codable
-from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_gradient import UNSCALE, ShardedGradient
 from mpisgd.sharding.reduction.to_owners import ToOwners
 
-__all__ = ["UNSCALE", "ShardedSynchronizer"]
-
-UNSCALE = "unscale"  # as ranks without data hear of it
+__all__ = ["ShardedSynchronizer"]
 
 
 class ShardedSynchronizer(Synchronizer):

@@ -35,7 +35,7 @@ from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.goes_with import UNDECLARED, GoesWith
 from mpisgd.methods.strategy.training import Training
-from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
+from mpisgd.sharding.layerwise.in_files import check_in_memory
 from mpisgd.sharding.needed_parts import NeededPart
 
 __all__ = ["Strategy", "Synchronizer"]

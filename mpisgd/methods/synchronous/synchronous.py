@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.methods.paper_kit import Paper
-from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.replicated import Replicated
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training, check_elementwise
 from mpisgd.methods.synchronous import paper
-from mpisgd.sharding.shared_parameters import check_shareable
 
 __all__ = ["Synchronous"]
 
@@ -39,12 +37,18 @@ class Synchronous(Strategy):
         """Raise if `share_parameters` is set and the parameters cannot be shared."""
         super().check(training)
         if training.share_parameters:
+            from mpisgd.sharding.shared_parameters import check_shareable  # others need not load it
+
             check_shareable(training.named)
             check_elementwise(training)
 
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return the working part, which reduces gradients; with shared parameters, to their owners."""
-        return (ShardedSynchronizer if training.share_parameters else Replicated)(training)
+        if not training.share_parameters:
+            return Replicated(training)
+        from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer  # others need not load it
+
+        return ShardedSynchronizer(training)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:
         """See `Strategy`."""

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["ShardedGradient", "Unscale"]
+__all__ = ["UNSCALE", "ShardedGradient", "Unscale"]
+
+UNSCALE = "unscale"  # as ranks without data hear of it
 
 # Multiplies parts of gradients by the last argument, and notes in the one before whether some are not finite.
 Unscale = Callable[[Sequence["ShardedGradient"], Tensor, Tensor], None]

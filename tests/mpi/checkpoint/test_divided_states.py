@@ -22,7 +22,7 @@ from mpisgd.job.lifecycle import world
 from mpisgd.methods.parameter_server.shard_memory import ShardMemory
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.sharding import module_parts
-from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
+from mpisgd.sharding.layerwise.in_files import streamed_parameters_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
