@@ -73,6 +73,7 @@ from mpisgd.errors import UnsupportedTensor as UnsupportedTensor
 from mpisgd.errors import UnsupportedTorch as UnsupportedTorch
 from mpisgd.gossip.neighbor_all_reduce import neighbor_all_reduce as neighbor_all_reduce
 from mpisgd.gossip.neighbor_all_reduce import neighbor_all_reduce_coalesced as neighbor_all_reduce_coalesced
+from mpisgd.job.groups import close_group as close_group
 from mpisgd.job.groups import new_group as new_group
 from mpisgd.job.lifecycle import init as init
 from mpisgd.job.lifecycle import is_initialized as is_initialized

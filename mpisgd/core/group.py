@@ -172,7 +172,7 @@ class Group:
         if self._lost:
             return PeerLost(f"group '{self.name}' was abandoned: {self._lost}")
         if self._closed:
-            return NotInitialized(f"group '{self.name}' was closed by mpisgd.shutdown()")
+            return NotInitialized(f"group '{self.name}' was closed, by close_group() or shutdown()")
         if self.rank < 0:
             return NotInGroup(
                 f"group '{self.name}' has the ranks {list(self.ranks)}; this rank is none of them"
@@ -229,8 +229,8 @@ class Group:
             queue.drain()
             self._resources.point_to_point.abandon(error)
 
-    def close(self) -> None:
-        """Free the communicators. Collective over the members."""
+    def free(self) -> None:
+        """Free what belongs to the group. Collective over the members; programs call `close_group`."""
         if self.device is not None:
             self.device.close()
         if self._resources is not None:

@@ -80,8 +80,9 @@ def new_group(
         try:
             split_from(job.world, group)
         except NcclFailed:  # on all of them
-            job.groups.remove(group)
-            group.close()
+            if group in job.groups:
+                job.groups.remove(group)
+            group.free()
             raise
     return group
 
@@ -133,7 +134,7 @@ def open_group(
     options = f", pg_options={wrong or chosen!r}" if pg_options is not None else ""
     group.queue.run(Operation("new_group", extra=f"ranks={members}{options}"), lambda: None)
     if wrong:  # of all members: they have agreed
-        group.close()
+        group.free()
         raise InvalidArgument(f"new_group: {wrong}")
     group.pg_options = pg_options
     job.add(group)
@@ -191,19 +192,27 @@ def _checksum(members: Sequence[object]) -> int:
 
 
 def close_group(group: Group) -> None:
-    """Close a group before the end of the job. Collective over its members.
+    """Close a group of `new_group` before the end of the job. Collective over its members.
 
+    Does nothing on a rank that is no member, and for a group that is closed. `shutdown()` closes what is left.
     Where an operation of it has failed on this rank, the others need not come: this rank leaves the group,
-    and those that close it learn of that and leave it too.
+    and those that close it learn of that and leave it too. Optimizers of the group cannot be used any more.
 
     Raises:
+        InvalidArgument: it is no group, or that of the whole job.
         CollectiveMismatch: another member is not closing it but in the middle of an operation.
         CollectiveTimeout: another member did not come, now or at an earlier operation.
     """
+    if not isinstance(group, Group):
+        raise InvalidArgument(f"close_group: group={shown(group)}; expected one of mpisgd.new_group()'s")
+    if group not in group.job.groups:  # of which this rank is none, or which is closed
+        return
+    if group is group.job.world:
+        raise InvalidArgument("close_group: this is the group of the whole job; call mpisgd.shutdown()")
     group.queue.drain()
     try:
         if group.queue.broken is None and end_operations([group], group.queue.consistency.timeout_s):
-            group.close()
+            group.free()
         else:
             group.leave()
     finally:

@@ -291,10 +291,10 @@ def shutdown() -> None:
     place = job_place()
     if (job := place.job) is None:
         return
-    if all(group.queue.broken is None for group in _members(job)):
+    if all(group.queue.broken is None for group in job.groups):
         for callback in list(job.before_end):
             callback()
-    members = _members(job)
+    members = list(job.groups)
     try:
         ended = end_operations(members, job.timeout_s)
     except MpisgdError as exc:
@@ -313,7 +313,7 @@ def shutdown() -> None:
         if job.failure_detector is not None:
             job.failure_detector.free()
         for group in reversed(members):
-            group.close() if group in ended else group.leave()
+            group.free() if group in ended else group.leave()
     job.groups.clear()
     if job.console is not None:
         job.console.close()
@@ -328,11 +328,6 @@ def _remove_hooks(job: Job) -> None:
     for taken in (job.hooks, job.faults):
         if taken is not None:
             taken.remove()
-
-
-def _members(job: Job) -> list[Group]:
-    """Return the groups of a job that this rank is in."""
-    return [group for group in job.groups if group.rank >= 0]
 
 
 def _at_exit() -> None:

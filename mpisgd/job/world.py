@@ -55,7 +55,7 @@ class Job:
         fault_tolerance: what ends calls after a loss, where the job survives that.
         metrics: where they are served, None where nothing is measured; the same on all ranks.
         complaint: about the job's profile, to be told to the user; "" for none.
-        groups: all that were made, the world first.
+        groups: those that this rank is in and that are not closed, the world first.
         names: numbers of the groups without a name.
         before_end: called by all ranks in `shutdown()` while their groups can still be used.
         at_end: called by all ranks in `shutdown()`, once nothing is in flight any more.
@@ -95,10 +95,12 @@ class Job:
 
     def add(self, group: Group) -> None:
         """Add a group. All members make groups of the same ranks in the same order."""
+        group.job = self
+        if group.rank < 0:
+            return  # nothing is to be ended
         alike = [other.ordinal for other in self.groups if other.ranks == group.ranks]
         group.ordinal = max(alike, default=-1) + 1
-        group.job = self
-        if self.has_nccl and group.rank >= 0:
+        if self.has_nccl:
             group.point_to_point.elsewhere = DeviceMessages(group)
         self.groups.append(group)
 

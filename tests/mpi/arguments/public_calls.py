@@ -314,6 +314,11 @@ CALLS: dict[str, Call] = {
         {"buffers": "buffer", "buffer_seq_dims": "buffer"},
         together=("buffers", "buffer_seq_dims", "no_restore_buffers"),
     ),
+    "close_group": Call(
+        mpisgd.close_group,
+        lambda: {"group": mpisgd.new_group()},
+        {"group": lambda value: False},
+    ),
     "new_group": Call(
         mpisgd.new_group,
         lambda: {"ranks": [0]},

@@ -40,7 +40,7 @@ def checked(request, job, monkeypatch):
     yield group
     group.queue.drain()
     if group.queue.broken is None:
-        group.close()
+        group.free()
     else:
         group.leave()
 

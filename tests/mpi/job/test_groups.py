@@ -131,6 +131,36 @@ def test_many_groups():
             assert x.item() == group.size
 
 
+def test_groups_can_be_closed_and_the_job_keeps_nothing_of_them():
+    size, before = mpisgd.size(), len(current_job().groups)
+    for left_out in range(size + 1):
+        members = [rank for rank in range(size) if rank != left_out or size == 1]
+        group = mpisgd.new_group(members)
+        if mpisgd.rank() in members:
+            mpisgd.all_reduce(torch.ones(1), group=group)
+        mpisgd.close_group(group)  # ranks that are no members may call it, too
+        mpisgd.close_group(group)
+        error = mpisgd.NotInitialized if mpisgd.rank() in members else mpisgd.NotInGroup
+        with pytest.raises(error, match="was closed" if error is mpisgd.NotInitialized else "none of them"):
+            mpisgd.barrier(group)
+    everyone(len(current_job().groups) == before, "the job has kept groups")
+
+
+def test_a_group_that_nobody_closes_is_kept_on_its_members_alone():
+    before = len(current_job().groups)
+    group = mpisgd.new_group([0])
+    assert len(current_job().groups) == before + (mpisgd.rank() == 0)
+    mpisgd.close_group(group)
+
+
+def test_the_group_of_the_whole_job_is_not_closed(groups):
+    with raises_everywhere(mpisgd.InvalidArgument):
+        mpisgd.close_group(current_job().world)
+    with raises_everywhere(mpisgd.InvalidArgument):
+        mpisgd.close_group(None)
+    mpisgd.barrier()
+
+
 def test_topology_of_the_job_and_of_a_group(groups):
     """The tests run on one host."""
     assert (mpisgd.local_rank(), mpisgd.local_size()) == (mpisgd.rank(), mpisgd.size())

@@ -54,7 +54,7 @@ def emulated(job) -> dict[str, Group]:
     yield found
     for group in found.values():
         group.queue.drain()
-        group.close()
+        group.free()
 
 
 @pytest.fixture(params=NAMES)

@@ -1,0 +1,1 @@
+"""Whether long jobs stay as they are: the programs behind `./scripts/soak`."""
