@@ -41,6 +41,7 @@ class _NoMembers:
 class ProcessGroupMpisgd(Operations):
     """A process group of the backend "mpisgd"; made by `init_process_group` and `new_group` only.
 
+    It has the operations of `torch.distributed.ProcessGroup`, which `torch.distributed` calls.
     Operations run in the order in which they are issued. With `async_op=False` they run at once. Asynchronous
     ones run at once if all ranks have issued them and share a host, and otherwise in a thread of the group.
 
