@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mpisgd.errors import JobError
-from mpisgd.tools.bench.jobs import mpirun
+from mpisgd.tools.bench.jobs import job_environment, mpirun
 from mpisgd.tools.cli.program import run_program
 from mpisgd.tools.cli.provenance import provenance
 from mpisgd.tools.cli.record import Output
@@ -58,7 +58,8 @@ def sampled(kind: str, count: int, ranks: int, launcher: str) -> list[Sample]:
         JobError: it has failed; with what it said last.
     """
     command = [*mpirun(launcher), "-n", str(ranks), sys.executable, str(PROGRAM), kind, str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    env = job_environment(ranks)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     lines = [line for line in done.stdout.splitlines() if line.startswith(REPORT)]
     samples = [
         Sample(first, tuple(rest))
