@@ -82,6 +82,12 @@ SUBPACKAGES = {
     "mpisgd.torch_backend": 'The backend "mpisgd" of `torch.distributed`.',
 }
 
+# Classes that nobody imports: their methods are shown as those of the public class that is made of them.
+PARTS = {
+    "Operations": "mpisgd.torch_backend.ProcessGroupMpisgd",
+    "SavedState": "mpisgd.DistributedOptimizer",
+}
+
 # Names without a docstring of ours, by module: what they are.
 OTHERS = {
     "mpisgd.rpc": {
@@ -123,7 +129,7 @@ def pages() -> dict[str, str]:
 
 def documented_names() -> list[str]:
     """Every public name that the reference has, with its module."""
-    pattern = re.compile(r'^(?:::: (\S+)\n\n|<span id="(\S+)">)', re.MULTILINE)
+    pattern = re.compile(r'^(?:::: (\S+)\n(?:    .*\n)*\n|<span id="(\S+)">)', re.MULTILINE)
     names = [alone or moved for text in pages().values() for alone, moved in pattern.findall(text)]
     others = [
         f"{module}.{name}"
@@ -142,7 +148,8 @@ def _entry(name: str) -> str:
     """What mkdocstrings makes the section of a name from; its anchor is the name as one imports it."""
     path = _defining(name)
     if path == name:
-        return f"::: {name}\n\n{section_of(name)}"
+        options = "    options:\n      inherited_members: true\n" if name in PARTS.values() else ""
+        return f"::: {name}\n{options}\n{section_of(name)}"
     return f'<span id="{name}"></span>\n\n::: {path}\n    options:\n      heading: "{name}"\n\n'
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import mpisgd
 __all__ = ["pages"]
 
 ROOT = Path(mpisgd.__file__).resolve().parents[1]
-DIRECTIVE = re.compile(r'^(?:::: (\S+)\n|<span id="(\S+)"></span>\n\n::: (\S+)\n(?:    .*\n)*)', re.MULTILINE)
+DIRECTIVE = re.compile(r'^(?:::: (\S+)\n|<span id="(\S+)"></span>\n\n::: (\S+)\n)(?:    .*\n)*', re.MULTILINE)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 REFERS = re.compile(r"See `[\w.]+`\.")
 
@@ -66,7 +66,7 @@ def _body(name: str, node: ast.AST | None, aliased: str) -> Iterator[str]:
     elif isinstance(node, ast.ClassDef):
         yield f"```text\n{_constructor(last, node)}\n```\n"
         yield as_markdown(ast.get_docstring(node) or "") + "\n"
-        yield from _members(last, node)
+        yield from _members(last, [node, *_parts_of(node, aliased)])
     else:
         yield f"`{aliased}`\n"
         if isinstance(node, ast.Constant):  # the text below the assignment
@@ -97,9 +97,20 @@ def _constructor(name: str, node: ast.ClassDef) -> str:
     return f"{line}: {', '.join(values)}" if any("Enum" in base for base in bases) else line
 
 
-def _members(name: str, node: ast.ClassDef) -> Iterator[str]:
+def _parts_of(node: ast.ClassDef, aliased: str) -> Iterator[ast.ClassDef]:
+    """The classes of `PARTS` that a class is made of; others that it derives from have their own section."""
+    module = aliased.rpartition(".")[0]
+    for base in map(ast.unparse, node.bases):
+        source = _imported(_tree(module), module, base)
+        if source is not None and source[1] in api_pages.PARTS:
+            found, _ = _definition(".".join(source))
+            assert isinstance(found, ast.ClassDef)
+            yield found
+
+
+def _members(name: str, nodes: Iterable[ast.ClassDef]) -> Iterator[str]:
     """The public methods and properties that say something of their own."""
-    for each in node.body:
+    for each in [each for node in nodes for each in node.body]:
         text = ast.get_docstring(each) if isinstance(each, Function) else None
         if not isinstance(each, Function) or each.name.startswith("_") or not text or REFERS.fullmatch(text):
             continue
