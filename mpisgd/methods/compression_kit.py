@@ -30,6 +30,7 @@ __all__ = [
     "Moments",
     "Residual",
     "TwoStepCompressor",
+    "by_rows",
     "compressed",
     "cut",
     "in_blocks",
@@ -106,14 +107,21 @@ def root(v: Vec, eps: float) -> Vec:
     return v.each(lambda tensor: tensor.sqrt() + eps)
 
 
+def by_rows(f: Callable[..., Tensor], B: int, *vs: Tensor) -> Tensor:
+    """Return f of the rows of B elements of all v [d], the last of which may be shorter, side by side."""
+    whole = len(vs[0]) // B * B
+    heads, tails = [v[:whole].view(-1, B) for v in vs], [v[whole:].view(1, -1) for v in vs]
+    return torch.cat([f(*rows).flatten() for rows in (heads, tails) if rows[0].numel()] or [vs[0]])
+
+
 def in_blocks(v: Tensor, L: int, B: int) -> Tensor:
-    """Return s round(v / s) of each block of B elements of v [d], s = max |v| / L of the block."""
+    """Return s round(v / s) of each block of B elements of v [d], s = max |v| / L there; zeros stay."""
 
-    def nearest(block: Tensor) -> Tensor:
-        s = block.abs().max() / L
-        return s * (block / s).round() if s else torch.zeros_like(block)
+    def nearest(blocks: Tensor) -> Tensor:
+        s = blocks.abs().amax(dim=1, keepdim=True) / L
+        return torch.where(s > 0, s * (blocks / s).round(), 0.0)
 
-    return torch.cat([nearest(block) for block in torch.split(v, B)])
+    return by_rows(nearest, B, v)
 
 
 def of_chunks(v: Tensor, keep: int, chunk: int, L: int) -> Tensor:

@@ -11,20 +11,21 @@ That is |v| / L floor(L v_j / |v| + u) with u uniform in [0, 1), for elements of
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from mpisgd.methods.compression_kit import Compressor
+from mpisgd.methods.compression_kit import Compressor, by_rows
 from mpisgd.methods.paper_kit import Draws, Vec, World
 
 __all__ = ["QSGD", "rounded"]
 
 
 def rounded(v: Tensor, u: Tensor, L: int, norm: float) -> Tensor:
-    """Return Q(v) of a segment."""
-    length = torch.linalg.vector_norm(v, norm) if len(v) else 0
-    return (L * v / length + u).floor() * length / L if length else v
+    """Return Q(v) of segments, v [segments, elements]; zeros stay zeros."""
+    length = torch.linalg.vector_norm(v, norm, dim=1, keepdim=True)
+    return torch.where(length > 0, (L * v / length + u).floor() * length / L, v)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,6 @@ class QSGD(Compressor):
         found = Vec()
         for name, tensor in v.items():
             flat, u = tensor.flatten(), draw.uniform(name, tensor).flatten()
-            parts = zip(torch.split(flat, self.segment), torch.split(u, self.segment), strict=True)
-            levels = [rounded(part, mine, self.L, self.norm) for part, mine in parts]
-            found[name] = torch.cat(levels).view(tensor.shape) if levels else tensor
+            levels = by_rows(partial(rounded, L=self.L, norm=self.norm), self.segment, flat, u)
+            found[name] = levels.view(tensor.shape)
         return found
