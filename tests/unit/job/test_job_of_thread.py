@@ -131,11 +131,15 @@ def test_abandoning_leaves_the_job_of_this_thread_alone(monkeypatch):
 
 def test_groups_know_their_job_and_are_counted_in_it():
     job = job_of("mine")
-    same, other = Group("same", [0, 1], None, costs=None), Group("other", [1], None, costs=None)
-    job.add(same)
-    job.add(other)
-    assert [group.ordinal for group in job.groups] == [0, 1, 0]
-    assert all(group.job is job for group in job.groups)
+    groups = [Group("a", [0, 1], None, costs=None) for _ in range(2)] + [Group("b", [0], None, costs=None)]
+    for group in groups:
+        group.rank = 0
+        job.add(group)
+    others = Group("others", [1], None, costs=None)  # this rank is no member
+    job.add(others)
+    assert job.groups == groups
+    assert [group.ordinal for group in groups] == [0, 1, 0]
+    assert all(group.job is job for group in [*groups, others])
 
 
 def test_what_is_kept_for_a_rank_is_not_seen_by_others():
