@@ -178,6 +178,13 @@ def context_parallel(
         pass
 
 
+def group_of_others() -> mpisgd.Group:
+    """A group of which this rank is no member."""
+    group = mpisgd.Group("others", [0], None, costs=None)
+    group.job = world().job
+    return group
+
+
 CALLS: dict[str, Call] = {
     "all_reduce": Call(mpisgd.all_reduce, lambda: {"tensor": ones()}, {"tensor": writable}),
     "all_reduce_coalesced": Call(
@@ -316,7 +323,7 @@ CALLS: dict[str, Call] = {
     ),
     "close_group": Call(
         mpisgd.close_group,
-        lambda: {"group": mpisgd.new_group()},
+        lambda: {"group": group_of_others()},
         {"group": lambda value: False},
     ),
     "new_group": Call(
