@@ -194,9 +194,9 @@ def _checksum(members: Sequence[object]) -> int:
 def close_group(group: Group) -> None:
     """Close a group of `new_group` before the end of the job. Collective over its members.
 
-    Does nothing on a rank that is no member, and for a group that is closed. `shutdown()` closes what is left.
+    Does nothing on a rank that is no member, and for a closed group. `shutdown()` closes what is left.
     Where an operation of it has failed on this rank, the others need not come: this rank leaves the group,
-    and those that close it learn of that and leave it too. Optimizers of the group cannot be used any more.
+    and those that close it learn of that and leave it too. What trains in the group cannot go on.
 
     Raises:
         InvalidArgument: it is no group, or that of the whole job.

@@ -69,7 +69,7 @@ def test_a_page_of_the_api_has_text_for_each_name(path):
     text = read(path)
     sections = dict(re.findall(r"^## (mpisgd\S*)\n\n(.*?)(?=^<a id|\Z)", text, re.DOTALL | re.MULTILINE))
     wanted = {alone or moved for alone, moved in names}
-    moved = set(re.findall(r"^::: (\S+)\n    options", api_pages.pages()[path], re.MULTILINE))
+    moved = set(re.findall(r"</span>\n\n::: (\S+)$", api_pages.pages()[path], re.MULTILINE))
     assert sections.keys() == wanted - moved
     assert all(section.strip() for section in sections.values())
     assert ":::" not in text
