@@ -61,6 +61,19 @@ def test_what_was_sparse_before_travels_alike_when_resumed(compression, ranks):
     )
 
 
+# torch's clip_grad_value_ raises where there is no gradient at all, which only that rank would see.
+
+
+@pytest.mark.parametrize(("strategy", "is_wrong"), [("DiLoCo(sync_every=2)", True), ("Synchronous()", False)])
+def test_values_are_not_clipped_on_a_rank_that_has_no_gradient_of_its_own(strategy, is_wrong):
+    events = (Backward((3,), skipped=(1,)), Clip(0.5), Clip(0.5, by_value=True), Step())
+    optimizer = Optimizer(options=(("strategy", f"mpisgd.{strategy}"),))
+    program = Program(1, 2, 0, False, (Layer(shape=(1,)),), (optimizer,), events)
+    assert ("a rank that has no gradient" in violation(program)) == is_wrong
+    if not is_wrong:
+        check(*events, layers=program.layers, optimizers=program.optimizers)
+
+
 # Seed 302178. A parameter that has had a sparse gradient travels apart, and was divided by the number of
 # ranks; in a bucket what was divided before was multiplied by a reciprocal. A resumed run does not know what
 # was sparse once, so its last bits were others.

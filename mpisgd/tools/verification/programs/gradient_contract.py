@@ -62,6 +62,8 @@ def after_emptied(walk: Walk, event: Event) -> str:
             walk.is_empty = False
         case Clip(by_value=True) if walk.is_empty:
             return "torch clips no values where there is no gradient"
+        case Clip(by_value=True) if walk.window.has_skips and trains_locally(walk.program):
+            return "torch clips no values on a rank that has no gradient"
     return ""
 
 
