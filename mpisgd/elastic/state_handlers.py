@@ -106,7 +106,8 @@ class _OptimizerHandler(_StateDictHandler):
 
     def keep_own(self) -> Any:
         value = self.value
-        if not isinstance(value, HasOwnState) or not value.method_entry():
+        entry = value.method_entry().get(ENTRY) if isinstance(value, HasOwnState) else None
+        if entry is None or not (entry["own"] or value.replica()):
             return None  # not even asked for the state: of some that is collective
         _, mine = split_own(value, self.value.state_dict())
         return copy_tree(mine)
@@ -149,10 +150,11 @@ class _ShardsHandler(_OptimizerHandler):
             self._shards = []
 
     def save(self, into: Any) -> Any:
-        return copy_tree(self.value.shard_state_dict()["param_groups"])
+        shard = self.value.shard_state_dict()
+        return copy_tree({name: shard[name] for name in ("param_groups", ENTRY) if name in shard})
 
     def restore(self, saved: Any) -> None:
-        self.value.load_state_dict({"state": {}, "param_groups": copy_tree(saved)})
+        self.value.load_state_dict({"state": {}, **copy_tree(saved)})
 
 
 def handler_for(value: Any) -> StateHandler:

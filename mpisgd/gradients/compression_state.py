@@ -25,7 +25,7 @@ It is a part of the state of a strategy; see `mpisgd.method_state`.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -148,6 +148,16 @@ class CompressionState:
         self._slots: Sequence[ReducedBucket] = ()
         self._waiting = _Kept({}, {})  # of parameters that are in no bucket now
 
+    def note_sparse(self, indices: Iterable[int], *, rounds: bool) -> None:
+        """Note tensors that have had sparse gradients.
+
+        Args:
+            indices: their numbers.
+            rounds: whether dense gradients of others are rounded on their way.
+        """
+        self.sparse |= frozenset(indices)
+        self.keeps_sparse |= rounds
+
     def move_to(
         self, slots: Sequence[ReducedBucket], instead_of: Sequence[ReducedBucket] | None = None
     ) -> None:
@@ -189,6 +199,7 @@ class CompressionState:
         """Take over what `pieces()` has returned, now or as soon as there is a plan; the rest begins anew."""
         self._waiting = _Kept(copied(alike), copied(own or {}))
         self.order, self.sparse = self._waiting.take_order(), self._waiting.take_sparse()
+        self.keeps_sparse |= bool(self.sparse)  # also where it is saved again before there is a plan
         for slot in self._slots:
             slot.reducer.reset()
         self._hand_out()

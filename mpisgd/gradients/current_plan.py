@@ -37,7 +37,7 @@ class CurrentPlan:
         self._left_out: frozenset[int] = frozenset()
         self._plan: BucketPlan | None = None
         self._guard: ParameterGuard | None = None  # of the parameters as they were when the plan was made
-        self._planned_order: tuple[int, ...] = ()  # `state.order` then
+        self._planned_for: tuple[Sequence[int], Collection[int]] = ((), ())  # `_known` then
 
     def cover(self, params: Sequence[Tensor]) -> None:
         """Take over another list of parameters, which has no plan yet."""
@@ -57,11 +57,16 @@ class CurrentPlan:
     def that_holds(self) -> BucketPlan | None:
         """The plan, None where there is none that fits the parameters as they are."""
         plan = self._plan
-        if plan is None or self.state.order != self._planned_order or self.state.sparse != plan.sparse:
-            return None  # a state was loaded since
+        if plan is None or self._known != self._planned_for:
+            return None  # a state was loaded since, or gradients have become sparse
         if self._guard is not None and self._guard.holds(self._params):
             return plan
         return plan if plan.covered == self.coverable() and plan.fits(self._params) else None
+
+    @property
+    def _known(self) -> tuple[Sequence[int], Collection[int]]:
+        """The order of packing that is kept, and what has had sparse gradients."""
+        return self.state.order, self.state.sparse
 
     @property
     def contents(self) -> str:
@@ -83,6 +88,11 @@ class CurrentPlan:
         here = hashlib.blake2b(repr(self.coverable()).encode(), digest_size=16).digest()
         all_gather_object(everyones, here, self._group)
         return all(each == here for each in everyones)
+
+    def rounds(self, options: ReductionOptions) -> bool:
+        """Return whether dense gradients are rounded on their way, or parameters are."""
+        compresses = any(options.compression.changes(param.dtype) for param in self._params)
+        return compresses or self._destination.rounds
 
     def renew(self, options: ReductionOptions, observed: Sequence[int], when: str) -> BucketPlan:
         """Make a new plan. Collective.
@@ -107,11 +117,10 @@ class CurrentPlan:
             make_slots=self._destination.make_slots,
         )
         state.move_to(plan.slots)
-        state.sparse = plan.sparse
-        state.keeps_sparse = any(options.compression.changes(param.dtype) for param in self._params)
+        state.note_sparse(plan.sparse, rounds=self.rounds(options))  # others may be frozen now
         if order is None and any(wire_dtype_of(options.compression, p.dtype) is None for p in self._params):
             state.order = plan.order  # what comes out of a bucket as a whole depends on it
-        self._planned_order = state.order
+        self._planned_for = self._known
         self._guard = ParameterGuard(self._params)
         self._destination.follow(plan)
         return plan

@@ -22,9 +22,11 @@ class Destination(Protocol):
 
     Attributes:
         how: what that adds to how they are combined, in words.
+        rounds: whether dense gradients, or parameters, are rounded on their way though nothing compresses.
     """
 
     how: str
+    rounds: bool
 
     @property
     def packing_order(self) -> Sequence[int] | None:
@@ -88,6 +90,7 @@ class Everyone(Destination):
     """Every rank gets all gradients; between hosts one bucket after the other, on a host all at once."""
 
     how = ""
+    rounds = False
     launches_early = False
     packing_order: Sequence[int] | None = None
     storage_order: Sequence[int] | None = None

@@ -82,11 +82,12 @@ class GradientReducer(GradientSync):
         self._plan = CurrentPlan(group, self._destination, CompressionState())
         self._in_flight = InFlightReduction()
         self._attempts = Attempts()
+        self._sparse = SparseGradients()
         self.is_weighted = False
         self.cover(named)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Take over another list of parameters; the next reduction makes a new plan."""
+        """Take over a list of parameters that has grown at its end; the next reduction makes a new plan."""
         self.named = named
         self.params = [param for _, param in named]
         self._launcher = BucketLauncher(named, self.group, self.options)
@@ -94,7 +95,6 @@ class GradientReducer(GradientSync):
         several = len({param.device for param in self.params}) > 1
         self._hooks_lock = threading.Lock() if several else None
         self._plan.cover(self.params)
-        self._sparse = SparseGradients()
         wants_plan = self._destination.cover(self._launcher) and self.group.size > 1
         if wants_plan and self._plan.ranks_cover_the_same():
             self._plan.renew(self.options, (), "before the first backward")
@@ -333,8 +333,9 @@ class GradientReducer(GradientSync):
             self._destination.unload(in_flight, place, here)
         if sparse or late:
             self._sparse.reduce(sparse, late, self._launcher)
-            self.compression_state.sparse |= late.keys()
-        self._destination.arrived(in_flight, self.compression_state.sparse)
+            self.compression_state.note_sparse(late, rounds=self._plan.rounds(self.options))
+        covered = in_flight.plan.covered
+        self._destination.arrived(in_flight, self.compression_state.sparse.intersection(covered))
         return self._nonfinite(in_flight, sparse, kinds)
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:

@@ -11,6 +11,7 @@ from mpisgd.core.owner import Owner, owned_by
 from mpisgd.core.uneven_data import refuse
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
+from mpisgd.method_state import ENTRY, own_of
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.optim.broadcast import lay_out_state, undo_casts
@@ -125,7 +126,8 @@ class SavedState(torch.optim.Optimizer):
             InvalidArgument: every rank has the whole state.
         """
         with owned_by(self._owner):
-            return self._synchronizer.shard_state_dict(super().state_dict)
+            shard = self._synchronizer.shard_state_dict(super().state_dict)
+        return {**shard, **self._keeper.entry()}
 
     def load_shard_state_dicts(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Load the parts of a state that the ranks of an earlier run had, however many ranks there were.
@@ -140,7 +142,12 @@ class SavedState(torch.optim.Optimizer):
         """
         if not shards:
             raise InvalidArgument("load_shard_state_dicts: no shards; pass those of all ranks of a run")
+        entries = [shard[ENTRY] for shard in shards if ENTRY in shard]
+        mine = [entry for entry in entries if own_of(entry, self._group.rank, self._group.size) is not None]
+        kept = {ENTRY: entry for entry in (mine or entries)[:1]}
+        self._keeper.check(kept)
         self._load_shards(shards)
+        self._keeper.load(kept)
 
     def _load_shards(self, shards: Sequence[Mapping[str, Any]], *, held: bool = False) -> None:
         """Do so with all of them, or with those that this rank holds; collective then."""

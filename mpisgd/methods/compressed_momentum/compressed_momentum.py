@@ -338,9 +338,8 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         super().load_state_dict(state_dict)
         self._no_variance.clear()
         self._have_means = True
-        steps = [int(trained.state["step"]) for trained in self._trained() if "step" in trained.state]
         self._complete_state()
-        self.num_steps = max(steps, default=0)
+        self.num_steps = self._most_steps
         if entry is not None and entry["of"] != self.method:
             if self.group.rank == 0:
                 text = f"the state is of {entry['of']}, and this is {self.method}"
@@ -351,6 +350,11 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
             return
         self.num_steps = entry["steps"]
         take(self._kept, entry["alike"], own_of(entry, self.group.rank, self.group.size), {})
+
+    @property
+    def _most_steps(self) -> int:
+        """How many steps there were, as far as the state of the parameters tells."""
+        return max((int(t.state["step"]) for t in self._trained() if "step" in t.state), default=0)
 
     @property
     def method(self) -> str:
@@ -375,3 +379,5 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
     def forget_own_state(self) -> None:
         """Begin anew with what is this rank's own: all ranks do so, as after a broadcast of the state."""
         forget_own(self._kept)
+        if self._kept is None:  # the others have loaded a state that does not say how many steps there were
+            self.num_steps = self._most_steps

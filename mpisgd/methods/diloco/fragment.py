@@ -76,6 +76,7 @@ class Fragment:
         choice: OuterChoice,
     ) -> None:
         self._keys, self._first, self._rhythm, self._state = list(params), first, rhythm, state
+        self._options = state.options  # a state that is loaded has others, which this fragment leaves alone
         self._group = training.group
         self._mean = TensorMean(params, training.group, training.options, state.compression)
         self._number = str(number)
@@ -89,7 +90,7 @@ class Fragment:
 
     def note_options(self) -> None:
         """Put the options of the outer optimizer, which some change by themselves, into the state."""
-        self._state.options[self._number] = self._outer.options
+        self._options[self._number] = self._outer.options
 
     def is_due(self, step: int) -> bool:
         """Return whether anything is to be done after a step."""

@@ -223,6 +223,12 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         warm_up = self._strategy.warmup_steps > 0
         self._reducer = reducer_of(self.training, self.state.warm_up) if warm_up else None
 
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """See `Synchronizer`; a state that is loaded later may be one of the warm-up."""
+        super().extend(named)
+        if self._reducer is not None:
+            self._reducer.cover(named)
+
     @property
     def gradients(self) -> GradientSync:  # type: ignore[override]  # what others say once
         """Reduces gradients during the warm-up, and leaves them on their rank afterwards."""

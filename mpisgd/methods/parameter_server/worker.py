@@ -112,6 +112,10 @@ class Worker(Synchronizer, abc.ABC):
             self._clocks.wait(CLOCK, self._clocks.get(CLOCK) - self._staleness, self._limit_s)
         self._clocks.set(LEAD, max(self._clocks.get(LEAD), self._clocks.lead()))
 
+    def before_zero_grad(self) -> None:
+        """See `Synchronizer`."""
+        self._scaling.forget()
+
     def _count_push(self, *, complete: bool) -> None:
         word = PUSHED if complete else BEGUN
         self._clocks.set(word, self._clocks.get(word) + 1)

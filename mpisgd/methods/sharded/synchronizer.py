@@ -100,6 +100,7 @@ class ShardedSynchronizer(Synchronizer):
             synchronize=self._synchronize,
             stage=self._stage,
             make_code=self._make_code,
+            rounds=self._make_code is not None or self._make_parameter_code is not None,
         )
         self.gradients = reducer_of(training, self.state.compression, self._destination)
 

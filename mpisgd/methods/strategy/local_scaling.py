@@ -29,7 +29,7 @@ class LocalScaling:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what the scaler leaves to the optimizer: divide by the scale, or hide what is not finite."""
-        self.after_step()  # a step that raised has left them hidden
+        self.after_step()  # a step that raised has left them hidden; what was computed since counts
         found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
         if self._handles_itself or found_inf is None:
             return
@@ -54,5 +54,10 @@ class LocalScaling:
     def after_step(self) -> None:
         """Give back what was hidden."""
         for param, grad in self._hidden:
-            param.grad = grad
+            if param.grad is None:
+                param.grad = grad
+        self.forget()
+
+    def forget(self) -> None:
+        """Note that gradients are reset."""
         self._hidden = []

@@ -66,6 +66,10 @@ class LocalSynchronizer(Synchronizer, abc.ABC):
         """
         self._scaling.before_step(self.training.optimizer)
 
+    def before_zero_grad(self) -> None:
+        """See `Synchronizer`."""
+        self._scaling.forget()
+
     def after_step(self, num_steps: int) -> None:
         """Call `synchronize`, also after a step that a GradScaler has left out."""
         self._scaling.after_step()

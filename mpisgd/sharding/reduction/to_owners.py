@@ -53,6 +53,7 @@ class ToOwners:
         stage: 2: a gradient is freed when its bucket has been reduced; 1: with all others; 0: as with 1, and
             what cannot go by piece goes to all, and not by bucket.
         make_code: see `BucketRoute`.
+        rounds: see `Destination`.
 
     Attributes:
         where: the present gradients are.
@@ -71,8 +72,9 @@ class ToOwners:
         synchronize: Callable[[], None],
         stage: int,
         make_code: MakeShardCode | None = None,
+        rounds: bool = False,
     ) -> None:
-        self._make_code = make_code
+        self._make_code, self.rounds = make_code, rounds
         self._parameters, self._states, self._defers = parameters, states, defers
         self._unscale, self._stage = weakref.WeakMethod(unscale), stage
         self._synchronize = weakref.WeakMethod(synchronize)

@@ -388,7 +388,8 @@ def _table() -> dict[str, Situation]:
         ("another learning rate", "optimizers", lambda p: after_step(p, 1, SetRate(0.5))),
         ("broadcast", "parameters state", lambda p: after_step(p, 1, Broadcast(p.ranks - 1))),
         ("channels last after a step", "parameters", _converted),
-        ("resumed", "state", lambda p: after_step(p, 1, Reload())),
+        # twice: what was loaded is saved before a step has used it
+        ("resumed", "state", lambda p: after_step(p, 1, Reload(), Reload())),
         ("resumed beside the former", "state", lambda p: after_step(p, 2, Reload(clears=False))),
         ("a rank fewer", "ranks state", among_several(_fewer)),
         ("a rank fewer, then as before", "ranks state", among_several(_fewer_and_more)),

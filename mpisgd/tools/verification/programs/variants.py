@@ -121,12 +121,10 @@ def _keeps_what_failed(program: Program) -> bool:
 def _divides_otherwise(program: Program) -> bool:
     """Return whether something else is rounded after a reload.
 
-    A group that is added has shares of its own until then; and the first sparse gradients that new optimizers
-    meet keep those of their bucket from being rounded.
+    A group that is added has shares of its own until then.
     """
     adds = any(isinstance(event, AddGroup) for event in program.events)
-    has_sparse = any("sparse" in layer.kind for layer in program.layers)
-    return codes_between_hosts(program) and (adds or has_sparse)
+    return codes_between_hosts(program) and adds
 
 
 def _without_reloads(program: Program) -> Iterator[Event]:
