@@ -89,6 +89,7 @@ def agree_on_plan(
     known_sparse: frozenset[int],
     observed: Sequence[int],
     *,
+    is_known: bool,
     group: Group,
     options: ReductionOptions,
     when: str,
@@ -103,6 +104,8 @@ def agree_on_plan(
         covered: indices of those that take part.
         known_sparse: indices of those whose gradients were sparse once.
         observed: the order in which gradients became ready, or that of a plan before.
+        is_known: whether it is that of a plan of the same parameters, which is made again: what is sparse now
+            for the first time comes late then, as it would have with that plan.
         group: the ranks.
         options: what travels, and most bytes of a bucket.
         when: which reduction of the program this is.
@@ -110,7 +113,8 @@ def agree_on_plan(
         order: in which gradients are packed, the same on all ranks; None: as rank 0 has observed them.
         storage_order: in which those of a bucket lie there, the same on all ranks; None: as they are packed.
     """
-    mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
+    now = () if is_known else covered
+    mine = [i for i in now if (grad := params[i].grad) is not None and grad.is_sparse]
     everyone: list[tuple[Sequence[int], list[int]]] = []
     group.queue.run(
         Operation("gradients", extra=f"new plan for {describe_covered(covered, len(params))}, {when}"),

@@ -23,10 +23,11 @@ class CurrentPlan:
     Args:
         group: the ranks that take part.
         destination: whose the combined gradients become; it lays out the buckets.
-        state: what the reducers of compressed buckets keep, in the order of one plan.
+        state: what the reducers of compressed buckets keep, in the order of one plan. Where another one is
+            loaded into it, there is a new plan.
 
     Attributes:
-        state: as given; may be replaced, after which there is a new plan.
+        state: as given.
     """
 
     def __init__(self, group: Group, destination: Destination, state: CompressionState) -> None:
@@ -104,11 +105,13 @@ class CurrentPlan:
         """
         covered, state = self.coverable(), self.state
         order = self._destination.packing_order
+        is_known = set(state.order) == set(covered)
         self._plan = plan = agree_on_plan(
             self._params,
             covered,
             state.sparse,
-            state.order if set(state.order) == set(covered) else observed,
+            state.order if is_known else observed,
+            is_known=is_known,
             group=self._group,
             options=options,
             when=when,
@@ -118,7 +121,8 @@ class CurrentPlan:
         )
         state.move_to(plan.slots)
         state.note_sparse(plan.sparse, rounds=self.rounds(options))  # others may be frozen now
-        if order is None and any(wire_dtype_of(options.compression, p.dtype) is None for p in self._params):
+        of_buckets = any(wire_dtype_of(options.compression, p.dtype) is None for p in self._params)
+        if (order is None and of_buckets) or self._destination.rounds:
             state.order = plan.order  # what comes out of a bucket as a whole depends on it
         self._planned_for = self._known
         self._guard = ParameterGuard(self._params)

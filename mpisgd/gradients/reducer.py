@@ -60,8 +60,10 @@ class GradientReducer(GradientSync):
         group: the ranks that take part.
         options: how to reduce.
         destination: whose the combined gradients become; everyone's by default.
+        kept: what the reducers of compressed buckets keep from step to step; nothing yet by default.
 
     Attributes:
+        compression_state: as given for `kept`.
         owner: of the operations: that of what this thread begins when the reducer is made.
     """
 
@@ -73,13 +75,15 @@ class GradientReducer(GradientSync):
         group: Group,
         options: ReductionOptions,
         destination: Destination | None = None,
+        kept: CompressionState | None = None,
     ) -> None:
         self.group = group
         self.options = options
         self._destination: Destination = Everyone() if destination is None else destination
         self.owner = current_owner()
         self._last = LastReduction()
-        self._plan = CurrentPlan(group, self._destination, CompressionState())
+        self.compression_state = CompressionState() if kept is None else kept
+        self._plan = CurrentPlan(group, self._destination, self.compression_state)
         self._in_flight = InFlightReduction()
         self._attempts = Attempts()
         self._sparse = SparseGradients()
@@ -98,15 +102,6 @@ class GradientReducer(GradientSync):
         wants_plan = self._destination.cover(self._launcher) and self.group.size > 1
         if wants_plan and self._plan.ranks_cover_the_same():
             self._plan.renew(self.options, (), "before the first backward")
-
-    @property
-    def compression_state(self) -> CompressionState:
-        """What the reducers of compressed buckets keep from step to step; may be replaced."""
-        return self._plan.state
-
-    @compression_state.setter
-    def compression_state(self, state: CompressionState) -> None:
-        self._plan.state = state
 
     def set_weighted(self, weighted: bool) -> None:
         """See `GradientSync`; the next reduction makes a new plan. What compresses takes means as before."""

@@ -57,6 +57,4 @@ def reducer_of(
         kept: what compressors keep.
         destination: see `GradientReducer`.
     """
-    reducer = GradientReducer(training.named, training.group, training.options, destination)
-    reducer.compression_state = kept
-    return reducer
+    return GradientReducer(training.named, training.group, training.options, destination, kept)

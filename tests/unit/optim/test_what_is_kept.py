@@ -114,6 +114,27 @@ def test_what_was_sparse_is_divided_alike_when_codes_travel_between_hosts(what, 
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "ranks_per_host"),
+    [
+        (("compression", "mpisgd.compress.RandomK(ratio=0.5)"), 0),
+        (("compression", "mpisgd.compress.QSGD(bits=4)"), 0),
+        (("strategy", f"mpisgd.Sharded(stage=1, gradients={CODES})"), 1),
+        (("strategy", f"mpisgd.Sharded(stage=2, parameters={CODES})"), 1),
+    ],
+)
+def test_what_becomes_sparse_after_a_load_leaves_the_buckets_when_it_would_have(option, ranks_per_host):
+    """The table has its first gradient in the second step: until then it lies in a bucket with others."""
+    check(
+        *(Backward((2,)), Step(), ZeroGrad(), Reload(), Backward((3,)), Step(), ZeroGrad()),
+        *(Backward((4,)), Step(), ZeroGrad(), Backward((5,)), Step()),
+        layers=[Layer(shape=(7,)), Layer("sparse", (200, 1), used_by="odd"), Layer(shape=(7,))],
+        optimizer=Optimizer("SGD", (("lr", 0.25),), (0, 1, 2), (option,)),
+        ranks_per_host=ranks_per_host,
+        seed=210837,
+    )
+
+
 @pytest.mark.parametrize("by_handler", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_shards_of_a_state_say_what_was_sparse(by_handler, stage):
