@@ -12,6 +12,7 @@ from mpisgd.horovod.ops.allgather import allgather_async
 from mpisgd.horovod.ops.broadcast import broadcast_, broadcast_async_
 from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.submission import set_id_of_member
+from mpisgd.horovod.optimizer import forget_step
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.job.rank_info import rank
 from mpisgd.sharding.layerwise.in_files import check_in_memory
@@ -118,7 +119,7 @@ def broadcast_optimizer_state(
     An optimizer without state has zero gradients afterwards, as with Horovod.
 
     Args:
-        optimizer: unchanged on the root; elsewhere its state is replaced, as by `load_state_dict`.
+        optimizer: its state is unchanged on the root; elsewhere its state is replaced, as by `load_state_dict`.
         root_rank: rank of the job that has the state.
         model: its `Embedding` modules show which of these gradients are sparse.
         process_set: the ranks that take part.
@@ -131,6 +132,8 @@ def broadcast_optimizer_state(
         _set_zero_gradients(optimizer, model)
     if rank() != root_rank:
         optimizer.load_state_dict(received)
+    else:  # the others know of no sparse gradients now
+        forget_step(optimizer)
 
 
 def _set_zero_gradients(optimizer: torch.optim.Optimizer, model: Any) -> None:

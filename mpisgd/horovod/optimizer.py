@@ -26,7 +26,7 @@ from mpisgd.methods.strategy.goes_with import averages_by_itself
 from mpisgd.optim.step_hooks import StepArguments, register_step_hooks, step_noting_depth, wrap_closure
 from mpisgd.sharding.layerwise.in_files import check_in_memory
 
-__all__ = ["DistributedOptimizer", "begin_anew"]
+__all__ = ["DistributedOptimizer", "begin_anew", "forget_step"]
 
 ZEROED = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -260,6 +260,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _end_step(self) -> None:
         self._synchronized = self._synchronized_for_scaler = False
+
+
+def forget_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let a distributed optimizer exchange gradients as one that has just loaded a state."""
+    if isinstance(optimizer, _DistributedOptimizer):
+        optimizer._forget_step()
 
 
 def begin_anew(optimizer: torch.optim.Optimizer) -> None:

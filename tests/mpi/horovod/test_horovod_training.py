@@ -426,6 +426,20 @@ def test_ranks_that_joined_before_anybody_had_sparse_gradients_find_the_others_a
     same_on_all_ranks(digest(net.parameters()))
 
 
+def test_ranks_that_have_received_a_state_find_the_root_again_that_has_had_sparse_gradients():
+    torch.manual_seed(5)
+    net = Words().double()
+    opt = hvd.DistributedOptimizer(other_words(net), net.named_parameters())
+    x = inputs_of(0)
+    for turn in (0, 1, 2):
+        opt.zero_grad()
+        net(x).square().mean().backward()
+        opt.step()
+        if turn == 0:
+            hvd.broadcast_optimizer_state(opt, 0)
+    same_on_all_ranks(digest(net.parameters()))
+
+
 # --- several of them ----------------------------------------------------------------------------------
 
 
