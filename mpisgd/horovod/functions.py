@@ -119,7 +119,7 @@ def broadcast_optimizer_state(
     An optimizer without state has zero gradients afterwards, as with Horovod.
 
     Args:
-        optimizer: its state is unchanged on the root; elsewhere its state is replaced, as by `load_state_dict`.
+        optimizer: the state of the root is unchanged; elsewhere it is replaced, as by `load_state_dict`.
         root_rank: rank of the job that has the state.
         model: its `Embedding` modules show which of these gradients are sparse.
         process_set: the ranks that take part.

@@ -144,7 +144,7 @@ class SavedState(torch.optim.Optimizer):
             raise InvalidArgument("load_shard_state_dicts: no shards; pass those of all ranks of a run")
         entries = [shard[ENTRY] for shard in shards if ENTRY in shard]
         mine = [entry for entry in entries if own_of(entry, self._group.rank, self._group.size) is not None]
-        kept = {ENTRY: entry for entry in (mine or entries)[:1]}
+        kept = {ENTRY: (mine or entries)[0]} if entries else {}
         self._keeper.check(kept)
         self._load_shards(shards)
         self._keeper.load(kept)

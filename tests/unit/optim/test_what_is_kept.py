@@ -1,4 +1,4 @@
-"""What a process remembers decides on later steps: it is in the state, or made again, wherever that is read."""
+"""What a process remembers decides on later steps: it is in the state, or made again where that is read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_rounded(optimizer, table):
     return not torch.allclose(before - table.detach(), THIRD, rtol=1e-9)
 
 
-# --- which parameters have had sparse gradients --------------------------------------------------------------
+# --- which parameters have had sparse gradients -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compression", ["Compression.fp16", "compress.TopK(ratio=0.5)"])
@@ -68,9 +68,7 @@ def test_what_was_sparse_is_in_a_state_that_is_saved_before_the_next_step(compre
     check(
         *(*events, Backward((5,)), Step()),
         layers=[Layer("partly sparse", (5, 2)), Layer(shape=(3,))],
-        optimizer=Optimizer(
-            "SGD", (("lr", 0.25),), (0, 1), (("compression", f"mpisgd.{compression}"),)
-        ),
+        optimizer=Optimizer("SGD", (("lr", 0.25),), (0, 1), (("compression", f"mpisgd.{compression}"),)),
         seed=6,
     )
 
@@ -176,9 +174,7 @@ def test_ranks_that_have_nothing_of_their_own_ask_nobody_for_the_state_when_rank
 def test_sparse_gradients_are_reset_to_sparse_ones_after_a_group_was_added():
     def program():
         table, vector = made_parameters()
-        optimizer = mpisgd.DistributedOptimizer(
-            torch.optim.SGD([table], lr=1.0), strategy=mpisgd.Sharded(1)
-        )
+        optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD([table], lr=1.0), strategy=mpisgd.Sharded(1))
         table.grad = sparse_gradient()
         optimizer.step()
         optimizer.add_param_group({"params": [vector]})
@@ -188,7 +184,7 @@ def test_sparse_gradients_are_reset_to_sparse_ones_after_a_group_was_added():
     assert run_ranks(2, program) == [True, True]
 
 
-# --- counts, settings, and what is combined ------------------------------------------------------------------
+# --- counts, settings, and what is combined -----------------------------------------------------------------
 
 
 class Slowing(torch.optim.Optimizer):
@@ -276,9 +272,7 @@ def test_gradients_that_a_failed_step_has_hidden_do_not_come_back_over_new_ones(
 def test_gradients_that_a_failed_step_has_hidden_come_back_unless_they_were_reset(resets):
     def program():
         param = torch.nn.Parameter(torch.zeros(2))
-        optimizer = mpisgd.DistributedOptimizer(
-            torch.optim.SGD([param], lr=1.0), strategy=mpisgd.LocalSGD(2)
-        )
+        optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), strategy=mpisgd.LocalSGD(2))
         param.grad = torch.full((2,), torch.inf)
         optimizer.found_inf = torch.ones(())
         optimizer.synchronizer.before_step()
