@@ -108,12 +108,16 @@ class _OptimizerHandler(_StateDictHandler):
         value = self.value
         entry = value.method_entry().get(ENTRY) if isinstance(value, HasOwnState) else None
         if entry is None or not (entry["own"] or value.replica()):
-            return None  # not even asked for the state: of some that is collective
+            return None
+        if not value.replica():  # not even asked for the state: of some that is collective
+            return copy_tree({"own": entry["own"]})
         _, mine = split_own(value, self.value.state_dict())
         return copy_tree(mine)
 
     def return_own(self, kept: Any) -> None:
-        if kept is not None:
+        if kept is not None and isinstance(self.value, DistributedOptimizer) and "state" not in kept:
+            self.value._take_own(kept["own"])
+        elif kept is not None:
             state = self.value.state_dict()
             entry = state[ENTRY]
             self.value.load_state_dict(merge_own(state, kept, entry["rank"], entry["size"]))

@@ -115,6 +115,10 @@ class SavedState(torch.optim.Optimizer):
         """
         self._keeper.forget_own()
 
+    def _take_own(self, own: dict[str, Any]) -> None:
+        """Take back what is this rank's own of the entry "mpisgd", and leave the rest. Not collective."""
+        self._keeper.load({ENTRY: {**self.method_entry()[ENTRY], "own": own}})
+
     def shard_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a state that the ranks divide. Not collective; needs no further memory.
 

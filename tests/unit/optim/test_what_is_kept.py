@@ -171,6 +171,32 @@ def test_ranks_that_have_nothing_of_their_own_ask_nobody_for_the_state_when_rank
     assert run_ranks(2, program) == [None, None]
 
 
+def test_ranks_take_back_their_own_without_those_that_have_joined():
+    """Here the last rank is as one that has joined: it has nothing, and takes nothing back."""
+
+    def program():
+        params = made_parameters()
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD(params, lr=1.0, momentum=0.5),
+            compression=mpisgd.compress.TopK(ratio=0.4),
+            share_parameters=True,
+        )
+        for number, param in enumerate(params):
+            param.grad = torch.arange(param.numel(), dtype=torch.float64).view(param.shape) + number
+        optimizer.step()
+        before, handler = optimizer.method_entry()["mpisgd"]["own"], handler_for(optimizer)
+        before, is_new = copy.deepcopy(before), mpisgd.rank() == mpisgd.size() - 1
+        kept = None if is_new else handler.keep_own()
+        handler.sync()
+        handler.return_own(kept)
+        after = optimizer.method_entry()["mpisgd"]["own"]
+        return str(after) == str(before), bool(after)
+
+    *others, (_, has_own) = run_ranks(3, program)
+    assert others == [(True, True)] * 2
+    assert not has_own
+
+
 def test_sparse_gradients_are_reset_to_sparse_ones_after_a_group_was_added():
     def program():
         table, vector = made_parameters()
