@@ -34,4 +34,4 @@ def group_of_hosts(leaders: Sequence[int], costs: CostModel | None = None) -> It
     made.job = world().job
     yield made
     made.queue.drain()
-    made.close()
+    made.free()
