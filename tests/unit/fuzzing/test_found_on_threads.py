@@ -61,6 +61,16 @@ def test_what_was_sparse_before_travels_alike_when_resumed(compression, ranks):
     )
 
 
+# torch's fused optimizers walk their state as parameters lay in memory when it was made.
+
+
+@pytest.mark.parametrize("begins", [[Step(closure=(1,))], [Backward((1,)), Step()]])
+def test_parameters_of_fused_optimizers_are_not_converted_after_their_first_gradients(begins):
+    events = (*begins, Convert(0, channels_last=True), Step(closure=(2,)))
+    fused = Optimizer("AdamW", (("lr", 0.01), ("fused", True)))
+    assert "fused" in violation(Program(1, 2, 0, False, (Layer(shape=(2, 3, 2, 2)),), (fused,), events))
+
+
 # torch's clip_grad_value_ raises where there is no gradient at all, which only that rank would see.
 
 

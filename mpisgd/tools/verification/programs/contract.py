@@ -191,6 +191,7 @@ def _after_other(walk: Walk, event: Event) -> str:
             if isinstance(event, Backward) and event.no_sync and names & {*ONE_BIT}:
                 return "1-bit optimizers have no no_sync()"
         case Step(closure=data) if data:
+            walk.has_begun = True
             if window.passes or window.has_skips or len(program.optimizers) > 1 or program.scaler:
                 return "a closure that is not all there is"
             if names & {*ONE_BIT}:
