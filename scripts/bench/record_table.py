@@ -27,7 +27,7 @@ from measurements import Measurement, Table
 
 app = typer.Typer(add_completion=False)
 
-OUTPUTS = re.compile(r" --(?:json|plot|table)[ =]\S+")
+OUTPUTS = re.compile(r" --(?:html|json|plot|table)[ =]\S+")
 # Of scripts of this folder: the section of their table, and what it compares with.
 OWN = {
     "data_parallel": ("model", "ratio_to_ddp", "x DDP"),

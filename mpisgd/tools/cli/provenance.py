@@ -25,7 +25,7 @@ def provenance() -> dict[str, Any]:
     if "mpi4py.MPI" in sys.modules:
         known["MPI"] = mpi_info().library.split(",")[0]
     program = Path(sys.argv[0]).resolve()
-    name = "-m mpisgd" if program.name == "__main__.py" else _in_repository(program)
+    name = "-m mpisgd" if program.name in ("__main__.py", "mpisgd") else _in_repository(program)
     command = f"python {name} {shlex.join(sys.argv[1:])}".strip()
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"command": command, "when": when, "machine": machine(), "versions": known}
