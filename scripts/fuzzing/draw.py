@@ -62,6 +62,7 @@ MAX_RANKS = 4
 UNEVEN_SHARE = 0.2
 CHUNKS_SHARE = 0.08  # of the programs that compress, or train locally
 CHANGES_SHARE = 0.7  # of the programs in which ranks run out of data
+APART_SHARE = 0.06  # of the programs of several ranks, which begin with different parameters
 PAUSE_SHARE = 0.1  # of the programs in which parameters are used now and then
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
 
@@ -95,6 +96,7 @@ def draw(
         "masters": with_masters,
         "files": in_files,
         "closures": with_closures,
+        "apart": _started_apart,
     }
     for name, change in further.items():
         changed = (
@@ -128,6 +130,13 @@ def _with_pauses(program: Program, chance: random.Random) -> Program:
         for layer in program.layers
     ]
     return replace(program, layers=tuple(layers))
+
+
+def _started_apart(program: Program, chance: random.Random) -> Program:
+    """Return the program whose ranks begin with different parameters; or as it is, mostly."""
+    if program.ranks == 1 or chance.random() > APART_SHARE:
+        return program
+    return replace(program, apart=chance.choice(("before", "after")))
 
 
 def _with_uneven_data(program: Program, chance: random.Random) -> Program:

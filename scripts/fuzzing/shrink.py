@@ -114,6 +114,8 @@ def _with_fewer_optimizers(program: Program) -> Iterator[Program]:
 def _with_simpler_parts(program: Program) -> Iterator[Program]:
     if program.forgotten:
         yield replace(program, forgotten=program.forgotten - 1)
+    if program.apart:
+        yield replace(program, apart="")
     if program.scaler:
         finite = [replace(e, overflow=()) if isinstance(e, Backward) else e for e in program.events]
         yield replace(program, scaler=False, events=tuple(finite))

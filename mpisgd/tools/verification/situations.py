@@ -140,6 +140,11 @@ def _same_twice(program: Program) -> Program | None:
     return replace(program, optimizers=(first, second))
 
 
+def _started_differently(program: Program) -> Program:
+    """Let ranks begin with different parameters, which become those of the first one, mostly early."""
+    return replace(program, apart="after" if program.seed % 3 == 0 else "before")
+
+
 def _sparse(program: Program) -> Program | None:
     if any(optimizer.name != "SGD" for optimizer in program.optimizers):
         return None
@@ -323,6 +328,7 @@ def _table() -> dict[str, Situation]:
         ("no names", "parameters", lambda p: _renamed(p, "none")),
         ("two learning rates", "optimizers", _two_rates),
         ("others were deleted before", "optimizers gradients", lambda p: replace(p, forgotten=2)),
+        ("started differently", "parameters", among_several(_started_differently)),
         # what they are asked for
         ("overlap", "gradients", with_option("overlap", "True")),
         ("no overlap", "gradients", with_option("overlap", "False")),

@@ -270,6 +270,24 @@ def test_a_residual_that_is_lost_by_saving_is_found(monkeypatch):
     assert backend.run(resumed).kind == "values"
 
 
+@pytest.mark.parametrize("group", ["world", "reversed"])
+@pytest.mark.parametrize("apart", ["before", "after"])
+def test_ranks_that_start_differently_train_from_the_first_ones_parameters(monkeypatch, apart, group):
+    backend, programs = ThreadsBackend(), []
+    for row in rows():
+        if row.name in ("Synchronous()", "DiLoCo(sync_every=2)", "Sharded()", "ParameterServer()"):
+            program = row.program([SITUATIONS["started differently"]], (3, 1))
+            programs.append(replace(program, apart=apart, group=group))
+    assert len(programs) >= 3
+    assert {backend.run(program).kind for program in programs} == {"ok"}
+    right = mpisgd.broadcast_parameters
+    monkeypatch.setattr(
+        mpisgd, "broadcast_parameters", lambda named, src, group: right([*named][:-1], src, group)
+    )
+    kinds = {backend.run(program).kind for program in programs}
+    assert kinds <= {"error CollectiveMismatch", "bits", "values"}, kinds
+
+
 @pytest.mark.parametrize(
     ("method", "broken", "situation"),
     [

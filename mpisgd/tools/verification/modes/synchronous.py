@@ -11,10 +11,19 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.tools.verification.mode import JOINED, Mode, Reference, between_orders
 from mpisgd.tools.verification.problem import KNOWN, Problem, flat_parameters, wide_problem
+from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import MakeOptimizer, joined_batch
 
-__all__ = ["SYNCHRONOUS", "adam", "distributed", "equal_to_one_process", "native", "sgd"]
+__all__ = [
+    "SYNCHRONOUS",
+    "adam",
+    "apart_from_the_first",
+    "distributed",
+    "equal_to_one_process",
+    "native",
+    "sgd",
+]
 
 MAX_NORM = 0.05  # less than the norm of most gradients
 FAMILY = "synchronous"
@@ -70,6 +79,39 @@ def distributed(
     return model, mpisgd.DistributedOptimizer(made, model.named_parameters(), group=group, **options)
 
 
+@torch.no_grad()
+def apart_from_the_first(model: nn.Module) -> None:
+    """Give each rank but the first other parameters."""
+    for param in model.parameters():
+        param.add_(mpisgd.rank())
+
+
+def started_apart(trainer: Trainer) -> Tensor:
+    """Train from the parameters of rank 0; return with each step's whether the first one was refused before.
+
+    It is refused on every rank while these have different parameters.
+    """
+    model, optimizer = distributed(trainer, sgd)
+    apart_from_the_first(model)
+    refused = False
+    if trainer.sabotage is not Sabotage.NO_COMMUNICATION:
+        torch.autograd.backward(trainer.loss(model, trainer.batch(0)))
+        try:
+            optimizer.step()
+        except mpisgd.CollectiveMismatch:
+            refused = True
+        mpisgd.broadcast_parameters(model)
+    rows = torch.stack(trainer.train(model, optimizer))
+    return torch.cat([rows, rows.new_full((len(rows), 1), float(refused))], dim=1)
+
+
+def refused_at_first(problem: Problem) -> Reference:
+    """Return what `started_apart` must be equal to."""
+    reference = equal_to_one_process(sgd)(problem)
+    rows = reference.expected
+    return reference._replace(expected=torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))
+
+
 def clipped(**options: Any) -> Callable[[Trainer], Tensor]:
     """Return the training with clipped gradients."""
 
@@ -121,6 +163,7 @@ SYNCHRONOUS = (
     _mode("clip_grad_norm_, Sharded(2)", clipped(strategy=mpisgd.Sharded(2)), max_norm=MAX_NORM, quick=False),
     _mode("op=SUM", sums),
     _mode("GradScaler", scaled),
+    Mode("started with different parameters", FAMILY, started_apart, refused_at_first, (2, 2**31)),
     _mode("shared parameters", native(sgd, share_parameters=True)),
     _mode("shared parameters, AdamW", native(adam, share_parameters=True), adam, quick=False),
     _mode('ParameterServer("sync")', native(sgd, strategy=mpisgd.ParameterServer("sync")), quick=False),

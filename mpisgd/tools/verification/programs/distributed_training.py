@@ -57,6 +57,17 @@ class DistributedTraining(Training):
         forgotten = [forgotten_optimizer(self._group) for _ in range(program.forgotten)]
         del forgotten
         super().__init__(program, [mpisgd.rank()], self.weight_of(program))
+        if program.apart == "after":
+            mpisgd.broadcast_parameters(self._named, program.first_rank, self._group)
+
+    def begin(self) -> None:
+        """See `Training`."""
+        if self.program.apart:
+            with torch.no_grad():
+                for param in self.model.params:
+                    param.add_(mpisgd.rank() - self.program.first_rank)
+        if self.program.apart == "before":
+            mpisgd.broadcast_parameters(self._named, self.program.first_rank, self._group)
 
     def make_group(self) -> mpisgd.Group | None:
         """Return the group of those that train, None where that is the job. Collective."""

@@ -344,6 +344,8 @@ class Program:
         group: which ranks train: "world", "duplicate": another group of all, or "reversed".
         scaler: whether losses and steps go through a GradScaler, of each rank.
         forgotten: how many optimizers of other parameters were made before, and deleted.
+        apart: whether the ranks begin with different parameters, and when the first one of the group gives
+            them its own: "before" the optimizers are made, or "after"; "": they begin alike.
     """
 
     seed: int
@@ -356,6 +358,12 @@ class Program:
     group: str = "world"
     scaler: bool = False
     forgotten: int = 0
+    apart: str = ""
+
+    @property
+    def first_rank(self) -> int:
+        """The first one of the group."""
+        return self.ranks - 1 if self.group == "reversed" else 0
 
     @property
     def is_resized(self) -> bool:

@@ -120,11 +120,26 @@ def _setup(program: Program) -> Iterator[str]:
     if program.scaler:
         yield "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=10_000)"
         yield "scaler.scale(torch.zeros(()))"
+    if program.apart:
+        yield f"params = [{', '.join(f'p{place}' for place in range(len(program.layers)))}]"
+        yield "with torch.no_grad():"
+        yield f"    [p.add_((mpisgd.rank() - {program.first_rank}) * wraps) for p in params]"
+    if program.apart == "before":
+        yield from _become_alike(program)
     yield from _make_optimizers(program)
+    if program.apart == "after":
+        yield from _become_alike(program)
     late = {event.layer for event in program.events if isinstance(event, events.AddGroup)}
     yield from (f"has_{place} = False" for place in sorted(late))
     yield from _loss(program, late)
     yield from _backward(program)
+
+
+def _become_alike(program: Program) -> Iterator[str]:
+    """Yield the lines in which the first rank gives the others its parameters."""
+    source = f"{program.first_rank}{'' if program.group == 'world' else ', group'}"
+    yield "if wraps:"
+    yield f"    mpisgd.broadcast_parameters([(f'{{i}}', p) for i, p in enumerate(params)], {source})"
 
 
 def _text_with_losses(program: Program) -> str:

@@ -49,7 +49,11 @@ class Training:
         self.scaler = _scaler() if program.scaler else None
         self.examples: dict[int, int] = {}
         self._groups = [initial_groups(program, optimizer) for optimizer in program.optimizers]
+        self.begin()
         self.optimizers: list[Any] = [self.make(place) for place in range(len(program.optimizers))]
+
+    def begin(self) -> None:
+        """Begin with the parameters of the first rank, before there are optimizers: one process has these."""
 
     @property
     def takes_part(self) -> bool:
