@@ -17,6 +17,7 @@ __all__ = [
     "embedding_problem",
     "flat_parameters",
     "linear_problem",
+    "long_problem",
     "normalized_problem",
     "standard_problem",
     "turned",
@@ -24,6 +25,9 @@ __all__ = [
 ]
 
 FEATURES, HIDDEN, OUTPUTS = 6, 12, 4
+# Its two matrices are longer than what every rank of a host adds up for itself, and come to a few chunks, the
+# last of which is short, on a host and between hosts; its biases are shorter.
+LONG = 22_001
 WIDE = 256  # for messages so long that transports take other ways
 JOINED = 24  # examples of a step over all ranks: an even number for each
 SEED = 20_000
@@ -97,6 +101,23 @@ def standard_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
 def wide_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return the same with some 70,000 parameters."""
     return standard_problem(size, steps, dtype)._replace(model=lambda: _model(dtype, WIDE))
+
+
+@lru_cache(maxsize=KNOWN)
+def long_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return a regression with 240,000 parameters in tensors of several lengths, and two examples a rank."""
+    problem = standard_problem(size, steps, dtype)
+
+    def model() -> nn.Module:
+        plain = nn.Sequential(nn.Linear(FEATURES, LONG), nn.Tanh(), nn.Linear(LONG, OUTPUTS))
+        return drawn(plain, dtype)
+
+    def loss(forward: Any, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(forward(inputs) / math.sqrt(LONG), targets)
+
+    batches = [[part[: 2 * size] for part in batch] for batch in problem.batches]
+    return problem._replace(model=model, loss=loss, batches=batches)
 
 
 @lru_cache(maxsize=KNOWN)

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.tools.verification.mode import JOINED, Mode, Reference, between_orders
-from mpisgd.tools.verification.problem import KNOWN, Problem, flat_parameters, wide_problem
+from mpisgd.tools.verification.problem import (
+    KNOWN,
+    Problem,
+    flat_parameters,
+    long_problem,
+    wide_problem,
+)
 from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import MakeOptimizer, joined_batch
@@ -169,7 +175,20 @@ SYNCHRONOUS = (
     _mode('ParameterServer("sync")', native(sgd, strategy=mpisgd.ParameterServer("sync")), quick=False),
     _mode("Sharded(stage=1)", native(sgd, strategy=mpisgd.Sharded(1))),
     _mode("Sharded(stage=2), AdamW", native(adam, strategy=mpisgd.Sharded(2)), adam),
-    _mode("70,000 parameters", native(sgd), problem=wide_problem),
+    _mode("70,000 parameters", native(sgd), problem=wide_problem, quick=False),
+    _mode("long messages", native(sgd), problem=long_problem),
+    _mode(
+        "long messages, shared parameters",
+        native(sgd, share_parameters=True),
+        problem=long_problem,
+        quick=False,
+    ),
+    _mode(
+        "long messages, Sharded(stage=2)",
+        native(sgd, strategy=mpisgd.Sharded(2)),
+        problem=long_problem,
+        quick=False,
+    ),
     _mode("70,000 shared parameters", native(sgd, share_parameters=True), problem=wide_problem, quick=False),
     _mode(
         "70,000 parameters, Sharded(stage=2)",
