@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import mpisgd
 from fuzzing.choices import (
     CASTS,
     CHUNK_TOP_K,
@@ -32,6 +33,7 @@ from fuzzing.choices import (
 )
 from fuzzing.draw_closures import with_closures
 from fuzzing.draw_sharded import in_files, with_codes, with_masters
+from mpisgd.methods.catalogue import text_of
 from mpisgd.tools.verification.programs.contract import violation
 from mpisgd.tools.verification.programs.program import (
     AddGroup,
@@ -63,6 +65,8 @@ UNEVEN_SHARE = 0.2
 CHUNKS_SHARE = 0.08  # of the programs that compress, or train locally
 CHANGES_SHARE = 0.7  # of the programs in which ranks run out of data
 APART_SHARE = 0.06  # of the programs of several ranks, which begin with different parameters
+OTHER_STRATEGIES = ("chunks", "quorum")  # changes that take another one
+QUORUM_SHARE = 0.1  # of the programs that train locally
 PAUSE_SHARE = 0.1  # of the programs in which parameters are used now and then
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before
 
@@ -96,12 +100,13 @@ def draw(
         "masters": with_masters,
         "files": in_files,
         "closures": with_closures,
+        "quorum": _with_a_quorum,
         "apart": _started_apart,
     }
     for name, change in further.items():
-        changed = (
-            program if strategy and name == "chunks" else change(program, random.Random(f"{name} {seed}"))
-        )
+        if strategy and name in OTHER_STRATEGIES:
+            continue
+        changed = change(program, random.Random(f"{name} {seed}"))
         program = program if violation(changed) else changed
     return replace(program, forgotten=random.Random(f"forgotten {seed}").choices((0, 1, 2, 3), FORGOTTEN)[0])
 
@@ -130,6 +135,21 @@ def _with_pauses(program: Program, chance: random.Random) -> Program:
         for layer in program.layers
     ]
     return replace(program, layers=tuple(layers))
+
+
+def _with_a_quorum(program: Program, chance: random.Random) -> Program:
+    """Return the program whose ranks are learners that meet at the first rank; or as it is, mostly."""
+    if chance.random() > QUORUM_SHARE:
+        return program
+    weights = chance.choice(("equal", "tokens"))
+    strategy = text_of(mpisgd.DiLoCo(chance.choice((1, 2, 3)), quorum="all", weights=weights))
+    optimizers = []
+    for optimizer in program.optimizers:
+        options = dict(optimizer.options)
+        if options.get("strategy") in LOCAL:
+            options["strategy"] = strategy
+        optimizers.append(replace(optimizer, options=tuple(options.items())))
+    return replace(program, optimizers=tuple(optimizers))
 
 
 def _started_apart(program: Program, chance: random.Random) -> Program:

@@ -77,7 +77,7 @@ def items_in_process() -> Iterator[Item]:
     from fuzzing.draw_losses import loses, with_losses
 
     from mpisgd.tools.verification.covering import packed
-    from mpisgd.tools.verification.matrix_report import kind_of
+    from mpisgd.tools.verification.matrix_report import one_of_each_kind
     from mpisgd.tools.verification.method_matrix import rows
     from mpisgd.tools.verification.programs.compare import Verdict
     from mpisgd.tools.verification.programs.program import Program
@@ -93,8 +93,7 @@ def items_in_process() -> Iterator[Item]:
         found[repr(program)] = None
         return backend.run(program)
 
-    named = list({kind_of(row.name): row for row in [*rows()][::-1]}.values())[::-1]  # as `verify --quick`
-    for number, row in enumerate(named):
+    for number, row in enumerate(one_of_each_kind(rows())):  # as `verify --quick`
         for _ in packed(row, number, noted):
             yield from (Item("matrix", text) for text in found)
             found.clear()

@@ -92,7 +92,8 @@ class DiLoCo(Strategy):
     next outer step, and continues at once from the newest outer parameters; in each outer step the others
     wait for it, at most `grace_s`, until it is in step again. A learner that had no part in the previous
     outer step is not waited for. After its last step each learner calls `optimizer.synchronizer.finish()`.
-    With `quorum="all"` and `weights="equal"` the result has the same bits as without `quorum`.
+    With `quorum="all"` and `weights="equal"` the result has the same bits as without `quorum`. Between hosts
+    of several ranks the last digits may differ: without `quorum` each host adds up its own ranks first.
 
     With `quorum` the first rank of the group keeps the outer parameters, and a thread of it serves the other
     learners, so that MPI must run at thread level MULTIPLE. Steps contain no collective operation. Under

@@ -118,7 +118,7 @@ def verify(
         raise mpisgd.JobError("--quick and --all are opposites; take one of them")
     from mpisgd.job.lazy_dynamo import defer_import
     from mpisgd.tools.verification.matrix import Selection
-    from mpisgd.tools.verification.matrix_report import kind_of, text_of_matrix
+    from mpisgd.tools.verification.matrix_report import one_of_each_kind, text_of_matrix
     from mpisgd.tools.verification.method_matrix import row_of, rows
     from mpisgd.tools.verification.sabotage import Sabotage
 
@@ -133,7 +133,7 @@ def verify(
     else:
         named = [] if here else [row for row in rows() if only.lower() in row.name.lower()]
         if (quick or under_mpi) and not only:
-            named = list({kind_of(row.name): row for row in reversed(named)}.values())[::-1]
+            named = one_of_each_kind(named)
         if under_mpi:
             _confirm(named, launcher, cluster)
             return

@@ -6,10 +6,20 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mpisgd.tools.verification.method_matrix import Tried
+from mpisgd.tools.verification.method_matrix import Row, Tried
 from mpisgd.tools.verification.situations import SITUATIONS
 
-__all__ = ["LABELS", "ORDER", "PLAIN", "draw_matrix", "kind_of", "outcomes", "text_of_matrix", "word_of"]
+__all__ = [
+    "LABELS",
+    "ORDER",
+    "PLAIN",
+    "draw_matrix",
+    "kind_of",
+    "one_of_each_kind",
+    "outcomes",
+    "text_of_matrix",
+    "word_of",
+]
 
 PLAIN = "plain"
 # From what says least to what says most of a place: one fault is more than any number of others.
@@ -29,6 +39,15 @@ def kind_of(method: str) -> str:
     bare = re.sub(r"\(.*?\)(?=, [a-zA-Z]|$)", "", method)
     names = [name.rsplit(".", 1)[-1] for name in bare.split(", ")]
     return names[0] if len(names) == 1 else f"{names[0]} with a compressor"
+
+
+def one_of_each_kind(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of the quick form: the first of each kind, in their order."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        if row.is_quick:
+            first.setdefault(kind_of(row.name), row)
+    return list(first.values())
 
 
 def outcomes(found: Iterable[Tried]) -> dict[str, dict[str, str]]:

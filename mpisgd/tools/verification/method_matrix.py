@@ -67,6 +67,7 @@ class Row(NamedTuple):
         exact: whether all its numbers are exact, so that bits are compared.
         is_own: whether it is the user's: nobody has looked at what it is refused in.
         dtype: of the parameters that every program trains.
+        is_quick: whether it may be a part of the quick form.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Row(NamedTuple):
     exact: bool
     is_own: bool = False
     dtype: str = "float64"
+    is_quick: bool = True
 
     def program(self, situations: Sequence[Situation], division: Division) -> Program | None:
         """Return the program in which all of these happen, None where they make no sense together."""
@@ -135,6 +137,7 @@ def rows() -> Iterator[Row]:
         yield row if _is_defined(row) else _per_parameter(row)
     yield from _in_files()
     yield from _with_masters()
+    yield from _with_a_quorum()
     for optimizer in ONE_BIT:
         given = ", ".join(f"{key}={value}" for key, value in optimizer.settings[1:])
         yield Row(f"{optimizer.name}({given})", optimizer, exact=False)
@@ -167,6 +170,15 @@ def _in_files() -> Iterator[Row]:
             name = call_text(strategy).replace("Sharded", "Sharded in files", 1)
             text = text_of(replace(strategy, offload=offload))
             yield Row(name, Optimizer("SGD", MOMENTUM, (), (("strategy", text),)), exact=True)
+
+
+def _with_a_quorum() -> Iterator[Row]:
+    """Yield those whose ranks are learners that meet at the first rank, of equal weights or by examples."""
+    for weights in ("equal", "tokens"):
+        strategy = mpisgd.DiLoCo(2, quorum="all", weights=weights)
+        options = (("strategy", text_of(strategy)),)
+        name = f"DiLoCo with a quorum(weights={weights!r})"
+        yield Row(name, Optimizer("SGD", MOMENTUM, (), options), exact=False, is_quick=False)
 
 
 def _with_masters() -> Iterator[Row]:

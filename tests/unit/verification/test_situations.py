@@ -12,6 +12,7 @@ import pytest
 
 import mpisgd
 from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.methods.diloco.quorum.rounds import Rounds
 from mpisgd.sharding.piece import Piece
 from mpisgd.tools.verification.covering import alone_in, packed, pairs_of
 from mpisgd.tools.verification.known_results import KnownResults, OutOfTime
@@ -23,6 +24,8 @@ from mpisgd.tools.verification.programs.contract import violation
 from mpisgd.tools.verification.programs.execute import has_reference
 from mpisgd.tools.verification.programs.program import Clip, Optimizer, Program, Reload, Step, parse
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
+from mpisgd.tools.verification.programs.try_out import VARIANTS_EVERY
+from mpisgd.tools.verification.programs.variants import same_bits, variants
 from mpisgd.tools.verification.refusals import UNKNOWN, text_of_refusals, with_unknown
 from mpisgd.tools.verification.run_matrix import Matrix, Results, run_matrix, summary_of_matrix
 from mpisgd.tools.verification.sabotage import Sabotage
@@ -286,6 +289,43 @@ def test_ranks_that_start_differently_train_from_the_first_ones_parameters(monke
     )
     kinds = {backend.run(program).kind for program in programs}
     assert kinds <= {"error CollectiveMismatch", "bits", "values"}, kinds
+
+
+def learners(weights: str, **options) -> Program:
+    row = next(row for row in rows() if row.name == f"DiLoCo with a quorum(weights={weights!r})")
+    return replace(row.program((), (3, 0)), **options)
+
+
+def test_learners_count_by_the_square_of_their_examples(monkeypatch):
+    backend, program = ThreadsBackend(), learners("tokens")
+    assert has_reference(program)
+    assert backend.run(program).kind == "ok"
+    monkeypatch.setattr(Rounds, "_shares", lambda self, arrived: [1.0] * len(arrived))
+    assert backend.run(program).kind == "values"
+    assert backend.run(learners("equal")).kind == "ok"
+
+
+@pytest.mark.parametrize("weights", ["equal", "tokens"])
+def test_learners_are_compared_with_lock_step_or_with_a_quorum_of_one_and_patience(weights):
+    program = learners(weights)
+    changed = dict(variants(program))["other learners are waited for otherwise"]
+    assert changed.optimizers[0].strategy.quorum == (None if weights == "equal" else 1)
+    assert ThreadsBackend().run(changed).kind == "ok"
+    assert same_bits(program)
+
+
+def test_a_grace_that_is_over_at_once_is_found(monkeypatch):
+    program = learners("tokens", seed=VARIANTS_EVERY)
+    backend = ThreadsBackend()
+    assert backend.run(program).kind == "ok"
+    is_over = Rounds.is_over
+
+    def at_once(self: Rounds, training: set[int], now_s: float) -> bool:
+        self._rule = self._rule._replace(grace_s=0.0)
+        return is_over(self, training, now_s)
+
+    monkeypatch.setattr(Rounds, "is_over", at_once)
+    assert backend.run(program).kind == "variant"
 
 
 @pytest.mark.parametrize(

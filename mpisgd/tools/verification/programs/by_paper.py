@@ -25,7 +25,13 @@ from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.optimizer_part import Part
 from mpisgd.tools.verification.programs.option_text import evaluated
-from mpisgd.tools.verification.programs.program import Event, Optimizer, Program, examples_of
+from mpisgd.tools.verification.programs.program import (
+    Event,
+    Optimizer,
+    Program,
+    examples_of,
+    examples_of_step,
+)
 from mpisgd.tools.verification.programs.training import Training, initial_groups
 from mpisgd.tools.verification.shares import Shares
 
@@ -206,12 +212,18 @@ class ByPaper:
                 optimizer.event = event
                 optimizer.rests = self._is_local and bool(self._examples) and rank not in self._examples
             here = [rank for rank, _ in self._here]
-            weight = {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None
+            weight = self._weight(part.place, here)
             grads = part.grads()
             kept = {rank: grads.pop(rank) for rank in here if self._is_local and weight and not weight[rank]}
             run.step(grads, partial(self._changed, part), weight=weight)
             part.give(kept)
         self._changes.clear()
+
+    def _weight(self, place: int, here: Sequence[int]) -> dict[int, float] | None:
+        """Return what each rank counts in a step of an optimizer, None: all count alike."""
+        if self._program.optimizers[place].weighs_learners:  # t^2 / s, and all take as many steps
+            return {rank: float(examples_of_step(rank) ** 2) for rank in here}
+        return {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None
 
     def _changed(self, part: Part, grads: Vec) -> Vec:
         """Return the reduced gradients as the program has changed them."""

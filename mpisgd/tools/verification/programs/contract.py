@@ -21,6 +21,7 @@ from mpisgd.tools.verification.programs.program import (
     Event,
     FailedBackward,
     Join,
+    Optimizer,
     Program,
     Reload,
     SetFrozen,
@@ -63,6 +64,8 @@ def violation(program: Program) -> str:
         return "join() without an end"
     if walk.window.has_skips and not walk.window.is_settled:
         return "it ends before a rank without a backward takes part in the reduction"
+    if program.is_resized and any(map(_has_learners, program.optimizers)):
+        return "learners go on with as many ranks, and some ranks would not see that it is refused"
     refuses_join = program.is_uneven and has_no_join(program)
     if program.is_resized and (refuses_join or (walk.adds and _reduce_once(program))):
         return "some ranks would not see that it is refused"
@@ -111,14 +114,15 @@ def may_be_refused(program: Program) -> bool:
     Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
     optimizer only, or to None. Nobody else may read gradients that are divided. Parameters whose first
     gradient comes late are refused by 1-bit optimizers, sparse gradients by Adasum, `join()` by methods that
-    do not go with it, and 16-bit parameters that are added where gradients travel as codes.
+    do not go with it, and 16-bit parameters that are added where gradients travel as codes. Learners at their
+    own pace take no other parameters, and no state of another rank.
     """
     walk = begin(program)
     for event in program.events:
         _after(walk, event)
     if (program.is_uneven and has_no_join(program)) or _sums_sparse_otherwise(program):
         return True
-    if _adds_what_has_no_code(program) or _divides_within_a_step(program):
+    if _adds_what_has_no_code(program) or _divides_within_a_step(program) or _changes_learners(program):
         return True
     is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
     return is_one_bit or _reads_divided(program) or (walk.adds and _reduce_once(program))
@@ -145,6 +149,17 @@ def _adds_what_has_no_code(program: Program) -> bool:
     added = [program.layers[event.layer] for event in program.events if isinstance(event, AddGroup)]
     codes = any("BlockQuantized" in optimizer.option("strategy") for optimizer in program.optimizers)
     return codes and any(layer.dtype in ("bfloat16", "float16") for layer in added)
+
+
+def _changes_learners(program: Program) -> bool:
+    """Return whether learners get other parameters than they began with, or the state of another one."""
+    changes = any(isinstance(event, AddGroup | Broadcast) for event in program.events)
+    return changes and any(map(_has_learners, program.optimizers))
+
+
+def _has_learners(optimizer: Optimizer) -> bool:
+    """Return whether each rank is a learner that meets the others at the first one."""
+    return "quorum" in optimizer.option("strategy")
 
 
 def _reads_divided(program: Program) -> bool:

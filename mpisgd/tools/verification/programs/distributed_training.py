@@ -12,7 +12,7 @@ from torch import Tensor
 import mpisgd
 from mpisgd.tools.verification.programs import program as events
 from mpisgd.tools.verification.programs.option_text import evaluated
-from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Program
+from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Program, examples_of_step
 from mpisgd.tools.verification.programs.training import Training
 
 __all__ = ["DistributedTraining", "group_of"]
@@ -166,6 +166,9 @@ class DistributedTraining(Training):
 
     def step(self, event: events.Step, places: Sequence[int] | None = None) -> None:
         """See `Training`."""
+        for place, optimizer in enumerate(self.optimizers):
+            if self.program.optimizers[place].weighs_learners:
+                optimizer.synchronizer.next_batch(examples=examples_of_step(mpisgd.rank()))
         with contextlib.ExitStack() as stack:
             for optimizer in self.optimizers if event.as_they_are else ():
                 stack.enter_context(optimizer.skip_synchronize())

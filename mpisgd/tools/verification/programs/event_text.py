@@ -36,10 +36,15 @@ def event_text(program: Program, event: Event) -> Iterator[str]:
             yield f"    sum([raises, {parts}]).backward() if wraps else None"
             yield "[opt.zero_grad() for opt in opts]"
         case events.Step():
+            for place, optimizer in enumerate(program.optimizers):
+                if optimizer.weighs_learners:
+                    told = f"opts[{place}].synchronizer.next_batch(examples=1 + mpisgd.rank())"
+                    yield f"{told} if wraps else None"
             if event.as_they_are:
                 yield "with contextlib.ExitStack() as stack:"
                 yield "    [stack.enter_context(opt.skip_synchronize()) for opt in opts if wraps]"
-                yield from (f"    {line}" for line in event_text(program, events.Step(event.closure)))
+                lines = event_text(program, events.Step(event.closure))
+                yield from (f"    {line}" for line in lines if "next_batch" not in line)
             elif event.closure:
                 data = ", ".join(map(str, event.closure))
                 yield "def closure():"

@@ -44,6 +44,7 @@ __all__ = [
     "Synchronize",
     "ZeroGrad",
     "examples_of",
+    "examples_of_step",
     "parse",
 ]
 
@@ -132,6 +133,16 @@ class Optimizer:
     def averaged_passes(self) -> int:
         """Of how many backward passes gradients are the mean, and not the sum."""
         return self.passes if self.option("reproducible") else 1
+
+    @property
+    def weighs_learners(self) -> bool:
+        """Whether each step is told how many examples it is of: see `examples_of_step`."""
+        strategy = self.strategy
+        return (
+            isinstance(strategy, mpisgd.DiLoCo)
+            and strategy.quorum is not None
+            and strategy.weights != "equal"
+        )
 
     @property
     def sums(self) -> bool:
@@ -396,6 +407,11 @@ def examples_of(program: Program, ranks: Collection[int]) -> dict[int, int]:
     first, *others = sorted(ranks)
     total = 1 << len(others).bit_length()
     return {first: total - len(others), **dict.fromkeys(others, 1)}
+
+
+def examples_of_step(rank: int) -> int:
+    """Return how many examples a step of a rank is of, where the optimizer weighs learners by them."""
+    return 1 + rank
 
 
 def parse(text: str) -> Program:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
+import mpisgd
+from mpisgd.methods.catalogue import text_of
 from mpisgd.tools.verification.programs.contract import sends_in_backward
 from mpisgd.tools.verification.programs.program import (
     AddGroup,
@@ -13,6 +16,7 @@ from mpisgd.tools.verification.programs.program import (
     Convert,
     Event,
     FailedBackward,
+    Optimizer,
     Program,
     Reload,
     Step,
@@ -31,6 +35,7 @@ CAST_STATE = ("NAdam",)
 # which a backward has computed gradients, and that of a joint loss computes them in another one.
 BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step", "BlockQuantized", "Adasum")
 MEETS_RARELY = "ZeroOneAdam"
+PATIENCE_S = 3600.0  # longer than any of these programs takes
 
 
 def ranks_agree(program: Program) -> bool:
@@ -47,12 +52,15 @@ def same_bits(program: Program) -> bool:
     are made over the same parameters later, or with groups that were added, cut other pieces: the first ones
     have moved small parameters to lie side by side, and nobody moves them again. Dion goes on from the mean
     of the ranks' momenta where its state was asked for. A backward that is joined with that inside
-    `no_sync()` may give a bucket another order, in which what a compressor rounds is added up.
+    `no_sync()` may give a bucket another order, in which what a compressor rounds is added up. Learners are
+    added up in the order of their ranks, and those in lock-step host by host.
     """
     is_saved = any(isinstance(event, Reload) for event in program.events)
     if is_saved and program.ranks > 1 and any(each.name == SERIAL for each in program.optimizers):
         return False
     if rounds(program) and _joined(program.events) != program.events:
+        return False
+    if 1 < program.ranks_per_host < program.ranks and any(map(_quorum, program.optimizers)):
         return False
     divides = any(
         "Sharded" in optimizer.option("strategy") or optimizer.option("share_parameters")
@@ -86,6 +94,8 @@ def _changes(program: Program) -> Iterator[tuple[str, Callable[[Program], Progra
     if any(event.ranks and not event.forgets for event in reloads):
         yield "forgotten", lambda p: replace(p, events=tuple(_forgetting(p)))
     yield "renamed", _renamed
+    if any(_quorum(optimizer) == "all" for optimizer in program.optimizers):
+        yield "other learners are waited for otherwise", _waiting_otherwise
     by_place = any(
         name in o.option("compression") + o.option("op") for o in program.optimizers for name in BY_PLACE
     )
@@ -96,6 +106,30 @@ def _changes(program: Program) -> Iterator[tuple[str, Callable[[Program], Progra
 def _renamed(program: Program) -> Program:
     renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
     return replace(program, optimizers=tuple(renamed))
+
+
+def _quorum(optimizer: Optimizer) -> object:
+    return getattr(optimizer.strategy, "quorum", None)
+
+
+def _waiting_otherwise(program: Program) -> Program:
+    """Return the program in which learners of equal weights are in lock-step, or the quorum is one of them.
+
+    That one waits for the others for as long as all of it takes.
+    """
+    return replace(program, optimizers=tuple(map(_waits_otherwise, program.optimizers)))
+
+
+def _waits_otherwise(optimizer: Optimizer) -> Optimizer:
+    if _quorum(optimizer) != "all":
+        return optimizer
+    strategy = cast(mpisgd.DiLoCo, optimizer.strategy)
+    if optimizer.weighs_learners:
+        other = replace(strategy, quorum=1, grace_s=PATIENCE_S)
+    else:
+        other = replace(strategy, quorum=None, grace_s=None, weights=None)
+    options = {**dict(optimizer.options), "strategy": text_of(other)}
+    return replace(optimizer, options=tuple(options.items()))
 
 
 def _keeps_what_failed(program: Program) -> bool:
