@@ -132,6 +132,30 @@ EDITS = (
         "torch._foreach_lerp_(params, new, alpha)",
     ),
     _Edit(
+        "learners count by their examples, and not by the square of these",
+        "methods/diloco/quorum/rounds.py",
+        "Fraction(each.examples**2, each.steps)",
+        "Fraction(each.examples, each.steps)",
+    ),
+    _Edit(
+        "what was pushed to the servers is pushed again",
+        "methods/parameter_server/locked_shards.py",
+        "        accrued, self._accrued = self._accrued, {}\n",
+        "        accrued = dict(self._accrued)\n",
+    ),
+    _Edit(
+        "of a long message every part on a host is the first",
+        "transport/shm/reduction.py",
+        "        at = address + first * itemsize\n",
+        "        at = address\n",
+    ),
+    _Edit(
+        "the first rank keeps the last parameter that it gives the others",
+        "optim/broadcast.py",
+        'named = name_tensors("broadcast_parameters", params)\n',
+        'named = [*name_tensors("broadcast_parameters", params)][:-1]\n',
+    ),
+    _Edit(
         "without locks a gradient counts whole",
         "methods/parameter_server/lock_free.py",
         "param.grad = None if param.grad is None else param.grad * self.scale",
