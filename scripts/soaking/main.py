@@ -12,6 +12,7 @@ more than `SLACK_BYTES`.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from soaking.program import REPORT
 app = typer.Typer(add_completion=False)
 
 PROGRAM = Path(__file__).resolve().with_name("program.py")
+SCRIPTS = PROGRAM.parents[1]
 COUNTS = {"steps": 100_000, "groups": 10_000, "optimizers": 1_000, "objects": 10_000}
 QUANTITIES = ("memory, MB", "open files", "threads", "mapped files", "groups")
 SLACK_BYTES = 2 * 2**20
@@ -59,6 +61,7 @@ def sampled(kind: str, count: int, ranks: int, launcher: str) -> list[Sample]:
     """
     command = [*mpirun(launcher), "-n", str(ranks), sys.executable, str(PROGRAM), kind, str(count)]
     env = job_environment(ranks)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), env.get("PYTHONPATH")]))
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     lines = [line for line in done.stdout.splitlines() if line.startswith(REPORT)]
     samples = [

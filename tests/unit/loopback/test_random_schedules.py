@@ -103,7 +103,7 @@ def go_on_although_a_rank_is_lost(monkeypatch):
 
 def leave_a_group_open(monkeypatch):
     kept: list[Group] = []
-    monkeypatch.setattr(Group, "close", lambda self: kept.append(self))
+    monkeypatch.setattr(Group, "free", lambda self: kept.append(self))
 
 
 def test_memory_of_a_group_that_is_not_closed_is_found(monkeypatch):
