@@ -71,6 +71,23 @@ def test_parameters_of_fused_optimizers_are_not_converted_after_their_first_grad
     assert "fused" in violation(Program(1, 2, 0, False, (Layer(shape=(2, 3, 2, 2)),), (fused,), events))
 
 
+# Of parameters that two optimizers have, the last one reduces the gradients. A backward without any of the
+# others is no pass of the first one, as in a training of two models in turns.
+
+
+@pytest.mark.parametrize(("used_by", "is_wrong"), [("odd", True), ("turns", True), ("all", False)])
+def test_each_backward_has_a_gradient_that_the_first_of_two_optimizers_reduces(used_by, is_wrong):
+    options = (("compression", "mpisgd.Compression.fp16"), ("backward_passes_per_step", "2"))
+    optimizers = [Optimizer(layers=layers, options=options) for layers in ((0, 1), (0,))]
+    events = [Backward((data,)) for data in (9, 10, 12, 14)]
+    events += [Clip(0.5, norm_type=float("inf"), by_torch=True), Step()]
+    layers = [Layer(), Layer(used_by=used_by)]
+    program = Program(6, 2, 0, True, tuple(layers), tuple(optimizers), tuple(events))
+    assert ("no pass of optimizer 0" in violation(program)) == is_wrong
+    if not is_wrong:
+        check(*events, layers=layers, optimizers=optimizers, exact=True, seed=6)
+
+
 # torch's clip_grad_value_ raises where there is no gradient at all, which only that rank would see.
 
 

@@ -46,6 +46,14 @@ def violation(program: Program) -> str:
             return f"every layer of optimizer {place} may be without a gradient"
         if any(layer >= len(program.layers) for layer in optimizer.layers):
             return "no such layer"
+        later = {layer for other in program.optimizers[place + 1 :] for layer in other.layers}
+        own = tuple(
+            layer for layer in optimizer.layers if layer not in later
+        )  # the last one reduces the others
+        if optimizer.passes > 1 and own and not anchors(program, own):
+            return (
+                f"a backward may be no pass of optimizer {place}, which has gradients of other layers alone"
+            )
     if broken := _impossible(program):
         return broken
     walk = begin(program)
