@@ -328,9 +328,10 @@ class GradientReducer(GradientSync):
             self._destination.unload(in_flight, place, here)
         if sparse or late:
             self._sparse.reduce(sparse, late, self._launcher)
+        if late:
             self.compression_state.note_sparse(late, rounds=self._plan.rounds(self.options))
-        covered = in_flight.plan.covered
-        self._destination.arrived(in_flight, self.compression_state.sparse.intersection(covered))
+        known = self.compression_state.sparse  # mostly nothing, and there are many parameters
+        self._destination.arrived(in_flight, known.intersection(in_flight.plan.covered) if known else known)
         return self._nonfinite(in_flight, sparse, kinds)
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:

@@ -90,7 +90,7 @@ def measure_here(folder: Path) -> None:
         for tensor in (ours, theirs, plain):
             assert tensor.eq(comm.size).all(), "a sum is wrong"
             tensor.zero_()  # sums of ones would overflow
-        found[name] = [medians[each] for medians in [rounds(comm, calls)] for each in calls]
+        found[name] = list(rounds(comm, calls).values())
     if comm.rank == 0:
         print(json.dumps(found), flush=True)
 
@@ -138,6 +138,7 @@ def main(
     from rich.console import Console
     from rich.table import Table
 
+    from mpisgd.errors import JobError
     from mpisgd.tools.bench.jobs import job_environment, mpirun
     from mpisgd.tools.cli.provenance import provenance
     from mpisgd.tools.cli.record import Output
@@ -147,14 +148,13 @@ def main(
     for number in ranks or (2, 4, 8, 16):
         with tempfile.TemporaryDirectory(prefix="mpisgd-small-", dir="/dev/shm") as folder:
             command = [*mpirun(launcher), "-n", str(number), sys.executable, __file__, "--here", folder]
-            done = subprocess.run(
-                command,
-                env=job_environment(number),
-                stdout=subprocess.PIPE,
-                text=True,
-                timeout=LIMIT_S,
-                check=True,
-            )
+            env = job_environment(number)
+            try:
+                done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
+            except subprocess.TimeoutExpired as exc:
+                raise JobError(f"{number} ranks: not at their end after {LIMIT_S} s") from exc
+            if done.returncode:
+                raise JobError(f"{number} ranks: exit code {done.returncode}")
         rows += rows_of(number, json.loads(done.stdout.splitlines()[-1]))
     table = Table(*COLUMNS)
     for row in rows:

@@ -57,12 +57,15 @@ def sampled(kind: str, count: int, ranks: int, launcher: str) -> list[Sample]:
     """Run a job; return its samples.
 
     Raises:
-        JobError: it has failed; with what it said last.
+        JobError: it has failed, with what it said last; or did not end in time.
     """
     command = [*mpirun(launcher), "-n", str(ranks), sys.executable, str(PROGRAM), kind, str(count)]
     env = job_environment(ranks)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), env.get("PYTHONPATH")]))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as exc:
+        raise JobError(f"{kind}, {ranks} ranks: not at its end after {LIMIT_S} s") from exc
     lines = [line for line in done.stdout.splitlines() if line.startswith(REPORT)]
     samples = [
         Sample(first, tuple(rest))

@@ -26,7 +26,6 @@ from mpisgd.job.lifecycle import current_job
 
 REPORT = "soak: "  # what a line of results begins with
 SAMPLES = 20
-QUANTITIES = ("memory", "files", "threads", "shared memory", "groups")
 STRATEGIES: tuple[dict[str, object], ...] = (
     {},
     {"share_parameters": True},
