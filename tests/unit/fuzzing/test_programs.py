@@ -15,6 +15,7 @@ from mpisgd.tools.verification.programs.both_backends import compared
 from mpisgd.tools.verification.programs.compare import Outcome, judge
 from mpisgd.tools.verification.programs.contract import may_be_refused, violation
 from mpisgd.tools.verification.programs.execute import Failure, has_reference, references_of, state_digest
+from mpisgd.tools.verification.programs.model import numbers
 from mpisgd.tools.verification.programs.program import (
     Backward,
     Broadcast,
@@ -126,6 +127,12 @@ def test_shrinking_keeps_what_fails_and_no_more():
     assert small.optimizers[0].options == (("overlap", "True"),)
     assert small.layers == (Layer(shape=(1,)),)
     assert small.ranks == 1
+
+
+def test_numbers_that_are_no_integers_have_no_equals():
+    """Of equals a method that takes the largest takes whichever it likes, and ends elsewhere."""
+    for key in (653, 684, 715):
+        assert numbers((70_000,), key, exact=False).abs().unique().numel() == 70_000
 
 
 def test_the_python_text_is_python():

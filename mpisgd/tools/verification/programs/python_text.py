@@ -24,8 +24,8 @@ from mpisgd.tools.verification.programs.variants import ranks_agree
 __all__ = ["python_text"]
 
 IMPORTS = ("import contextlib", "import copy", "import math", "", "import torch", "from torch import nn", "")
-INTEGERS = "((i * (i + key) + 5 * key) % 7 - 3)"
-COSINES = "torch.cos(i * (0.7 + key % 11) + key)"
+INTEGERS = "((i * (i + key) + 5 * key) % 7 - 3).double()"
+COSINES = "torch.cos(i.double() * (0.7 + key % 11) + key)"
 USERS = {
     "first": "rank == 0",
     "last": "rank == {last}",
@@ -72,7 +72,7 @@ def _definitions(program: Program) -> list[str]:
     fails = any(isinstance(event, events.FailedBackward) for event in program.events)
     lines = ["", *RAISES.splitlines()] if fails else []
     lines += ["", "", "def numbers(shape, key):", "    i = torch.arange(math.prod(shape))"]
-    return [*lines, f"    return {INTEGERS if program.exact else COSINES}.double().reshape(shape)", "", ""]
+    return [*lines, f"    return {INTEGERS if program.exact else COSINES}.reshape(shape)", "", ""]
 
 
 def _indented(lines: Iterator[str] | list[str], levels: int) -> list[str]:
