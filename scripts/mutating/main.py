@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from mutating.by_hand import by_hand
-from mutating.items import ARITHMETIC, CHECKS, COMMANDS, IN_PROCESS, ROOMS
+from mutating.items import ARITHMETIC, CHECKS, ROOMS
 from mutating.operators import Mutant, mutants_of
 
 __all__ = ["draw", "main", "score"]
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECK_NAMES = (*IN_PROCESS, *COMMANDS)
+CHECK_NAMES = (*dict.fromkeys(check for kind in CHECKS.values() for part in kind.values() for check in part),)
 DERIVED = (
     "paper.py",
     "paper_kit.py",
@@ -161,19 +161,20 @@ def _room(entry: dict[str, Any]) -> str:
 def score(entries: list[dict[str, Any]]) -> str:
     """Return what was found, arithmetic and engine apart, and what survives."""
     lines = []
-    for kind, (counted, _) in CHECKS.items():
+    for kind, parts in CHECKS.items():
         mine = [e for e in entries if (_room(e) in ARITHMETIC) == (kind == "arithmetic")]
         if not mine:
             continue
-        by = Counter(entry["check"] for entry in mine if entry["check"])
-        found = sum(count for check, count in by.items() if check in counted)
+        by, found, shares = Counter(entry["check"] for entry in mine), 0, []
+        for name, checks in parts.items():
+            here = ", ".join(f"{by[check]} by {check}" for check in checks if by[check])
+            if not name:
+                shares.append(f"{here or 'none'} besides")
+                continue
+            found += sum(by[check] for check in checks)
+            shares.append(f"{found} found by {name} ({found / len(mine):.0%}{': ' if here else ''}{here})")
         executed = sum(entry["is_executed"] for entry in mine)
-        shares = ", ".join(f"{count} by {check}" for check, count in by.most_common() if check in counted)
-        others = ", ".join(f"{count} by {check}" for check, count in by.most_common() if check not in counted)
-        lines.append(
-            f"{kind}: {found} of {len(mine)} found ({found / len(mine):.0%}): {shares}; "
-            f"{others or 'none'} besides; {executed} are executed by a check"
-        )
+        lines.append(f"{kind}, of {len(mine)}: {'; '.join(shares)}; {executed} are executed by a check")
     for entry in entries:
         if not entry["check"]:
             how = "survives" if entry["is_executed"] else "not executed"

@@ -11,11 +11,26 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mutating.items import ARITHMETIC, CHECKS, COMMANDS, IN_PROCESS, REFUSED, Item, items_in_process, runner
+from mutating.items import (
+    ARITHMETIC,
+    CHECKS,
+    COMMANDS,
+    DERIVED,
+    IN_PROCESS,
+    PAIRS_LIMIT_S,
+    REFUSED,
+    Item,
+    items_in_process,
+    kinds_of,
+    runner,
+    try_pairs,
+)
 from mutating.lines import Lines, Trace
 from mutating.operators import Mutant
 
@@ -75,7 +90,7 @@ class Trials:
     def __init__(self, root: Path, folder: Path, rooms: Iterable[str]) -> None:
         torch.set_num_threads(1)
         self._root, self._folder = root, folder
-        needed = {check for room in rooms for part in _checks(room) for check in part}
+        needed = {check for room in rooms for check in _checks(room)}
         self._lines = Lines(self._traced([check for check in COMMANDS if check in needed]))
 
     def run(self, mutant: Mutant, number: int) -> Found:
@@ -100,7 +115,14 @@ class Trials:
         lines = range(mutant.executed[0], mutant.executed[1] + 1) if mutant.executed else ()
         items = self._lines.items(mutant.path, lines) if mutant.executed else every
         room = mutant.path.partition("/")[0]
-        for check in (each for part in _checks(room) for each in part):
+        for check in _checks(room):
+            if check == DERIVED:
+                kinds = kinds_of(items)
+                seed = zlib.crc32(mutant.name.encode())
+                tried = partial(try_pairs, kinds, seed)
+                if kinds and (red := _in_fork(tried, copy, LONGEST * PAIRS_LIMIT_S)):
+                    return Found(check, red, is_executed=True)
+                continue
             mine = sorted(item for item in items if item.check == check)
             mine.sort(key=self._seconds)
             if mine and (red := self._red(check, mine, copy)):
@@ -114,7 +136,7 @@ class Trials:
         """Return the first item of a check that is red, "" if none is."""
         limit_s = LONGEST * sum(map(self._seconds, items)) + PAUSE_S
         if check in IN_PROCESS:
-            return _in_fork(items, self._lines.refused, copy, limit_s)
+            return _in_fork(partial(_first_wrong, items, self._lines.refused), copy, limit_s)
         texts = [item.text for item in items]
         left_out = [f"--deselect={name}" for name in sorted(self._lines.failed)]
         code = _run(_command(check, texts, ["-x", *left_out]), copy, limit_s)
@@ -152,8 +174,9 @@ class Trials:
         return folder
 
 
-def _checks(room: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return CHECKS["arithmetic" if room in ARITHMETIC else "engine"]
+def _checks(room: str) -> list[str]:
+    parts = CHECKS["arithmetic" if room in ARITHMETIC else "engine"]
+    return [check for part in parts.values() for check in part]
 
 
 def _source_of(root: Path) -> str:
@@ -209,23 +232,29 @@ def _run(command: list[str], copy: Path, limit_s: float, traced: tuple[str, Path
             return -signal.SIGKILL
 
 
-def _in_fork(items: Sequence[Item], refused: Collection[Item], copy: Path, limit_s: float) -> str:
-    """Run items in a process of their own; return the first that is red, and what it says, "" if none is.
+def _first_wrong(items: Sequence[Item], refused: Collection[Item]) -> str:
+    """Run items; return the first that is red, and what it says, "" if none is.
 
     Those of `refused` may be refused.
     """
+    run = runner()
+    for item in items:
+        if (said := run(item)) and not (said == REFUSED and item in refused):
+            return f"{item.text[:80]}: {said}"
+    return ""
+
+
+def _in_fork(work: Callable[[], str], copy: Path, limit_s: float) -> str:
+    """Return what some work says that imports mpisgd from a copy, in a process of its own."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         os.setsid()
         _become_quiet()
         try:
             _enter(copy)
-            run = runner()
-            for item in items:
-                if (said := run(item)) and not (said == REFUSED and item in refused):
-                    os.write(writing, f"{item.text[:80]}: {said[:200]}".encode())
-                    os._exit(1)
-            os._exit(0)
+            said = work()
+            os.write(writing, said[:300].encode())
+            os._exit(1 if said else 0)
         except BaseException as exc:
             os.write(writing, f"{type(exc).__name__}: {exc}"[:300].encode())
         os._exit(2)

@@ -91,6 +91,7 @@ def test_the_score_tells_arithmetic_and_engine_apart_and_what_counts_from_what_d
     entry = {"name": "n", "before": "a", "after": "b", "is_executed": True}
     text = score(
         [
+            {**entry, "path": "gradients/a.py", "check": "matrix"},
             {**entry, "path": "gradients/a.py", "check": "fuzz"},
             {**entry, "path": "gradients/b.py", "check": ""},
             {**entry, "path": "gradients/b.py", "check": "unit"},
@@ -98,8 +99,9 @@ def test_the_score_tells_arithmetic_and_engine_apart_and_what_counts_from_what_d
             {**entry, "path": "core/d.py", "check": "", "is_executed": False},
         ]
     )
-    assert "arithmetic: 1 of 3 found (33%): 1 by fuzz; 1 by unit besides; 3 are executed by a check" in text
-    assert "engine: 1 of 2 found (50%): 1 by unit; none besides; 1 are executed by a check" in text
+    assert "arithmetic, of 4: 1 found by verify --quick (25%: 1 by matrix); " in text
+    assert "; 2 found by verify and fuzz (50%: 1 by fuzz); 1 by unit besides; 4 are executed by" in text
+    assert "engine, of 2: 1 found by all tests (50%: 1 by unit); none besides; 1 are executed by" in text
     assert text.count("survives: ") == text.count("not executed: ") == 1
 
 
