@@ -56,12 +56,10 @@ def two_commands() -> typer.Typer:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(monkeypatch, capsys, pauses):
     """Run a program as `rank` of a job; return its exit code (None: it returned), stdout and stderr."""
     for name in ("PMI_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    slept: list[float] = []
-    monkeypatch.setattr(program.time, "sleep", slept.append)
 
     def run(app, *args, rank=None, in_job=False):
         monkeypatch.setattr("sys.argv", ["/some/where/train.py", *args])
@@ -70,7 +68,7 @@ def run(monkeypatch, capsys):
             monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
         else:
             monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-        slept.clear()
+        pauses.clear()
         code = None
         try:
             run_program(app)
@@ -78,7 +76,7 @@ def run(monkeypatch, capsys):
             code = exc.code
         return code, *capsys.readouterr()
 
-    run.slept = slept
+    run.slept = pauses
     return run
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -102,13 +101,9 @@ def test_the_code_of_sys_exit_is_kept_until_the_program_goes_on():
         (1, 0, ValueError("mine"), 0.0),
     ],
 )
-def test_who_prints_later_waits_until_who_prints_first_can_have_raised(
-    monkeypatch, rank, host, error, at_least_s
-):
-    slept_s: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept_s.append)
+def test_who_prints_later_waits_until_who_prints_first_can_have_raised(pauses, rank, host, error, at_least_s):
     ended: list[float] = []
-    claim = SimpleNamespace(claim_error=lambda _: ended.append(sum(slept_s)))  # None: another one prints
+    claim = SimpleNamespace(claim_error=lambda _: ended.append(sum(pauses)))  # None: another one prints
     topology = SimpleNamespace(node_rank=host, hostnames=["a", "b"])
     hooks = ExceptHook(SimpleNamespace(rank=rank, size=3), topology, claim, lambda code: None)
     with pytest.raises(SystemExit):

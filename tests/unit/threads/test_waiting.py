@@ -159,11 +159,9 @@ def test_a_cancelled_wait_ends_with_the_first_reason_each_with_an_error_of_its_o
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_rank_that_has_a_core_does_not_sleep_through_a_short_wait(monkeypatch, in_background):
+def test_a_rank_that_has_a_core_does_not_sleep_through_a_short_wait(monkeypatch, pauses, in_background):
     """Who sleeps computes slower afterwards. In the background the main thread wants the interpreter."""
     monkeypatch.setattr(waiting, "_oversubscribed", False)
-    pauses = []
-    monkeypatch.setattr(waiting.time, "sleep", pauses.append)
     answers = [False] * 100 + [True]
 
     def wait():
