@@ -8,6 +8,7 @@ python scripts/bench/record_table.py runs/scale.json benchmarks/scale.md --title
 from __future__ import annotations
 
 import json
+import math
 import queue
 import shlex
 import subprocess
@@ -117,13 +118,13 @@ class Job:
         return time.time()
 
 
-def imports_of(shape: Shape, folder: Path) -> float:
+def imports_of(shape: Shape, folder: Path) -> dict[str, float]:
     """Return how long it takes until all ranks have imported torch, in seconds."""
     Job(shape, "torch", folder).end(well=True)
     times = [float(file.read_text()) for file in folder.iterdir()]
     if len(times) != shape.size:
         raise JobError(f"{shape}, torch: {len(times)} ranks have imported it")
-    return max(times)
+    return {"import torch": max(times)}
 
 
 def measured(shape: Shape, folder: Path) -> dict[str, float]:
@@ -158,14 +159,16 @@ def recovered(shape: Shape, folder: Path) -> dict[str, float]:
     return found
 
 
-def everything(shape: Shape) -> dict[str, float]:
-    """Return all quantities of a shape, in seconds."""
-    found: dict[str, float] = {}
+def everything(shape: Shape) -> tuple[dict[str, float], list[str]]:
+    """Return the quantities of a shape, in seconds, and what has failed, whose quantities are not there."""
+    found, failures = dict[str, float](), []
     for part in (imports_of, measured, recovered):
         with tempfile.TemporaryDirectory(prefix="mpisgd-scale-") as folder:
-            result = part(shape, Path(folder))
-        found.update(result if isinstance(result, dict) else {"import torch": result})
-    return found
+            try:
+                found.update(part(shape, Path(folder)))
+            except JobError as failure:
+                failures.append(str(failure))
+    return found, failures
 
 
 def cells_of(results: dict[Shape, dict[str, float]]) -> tuple[list[str], list[list[str]]]:
@@ -174,10 +177,14 @@ def cells_of(results: dict[Shape, dict[str, float]]) -> tuple[list[str], list[li
     for name, (unit, beside) in QUANTITIES.items():
         row = [f"{name}, {unit}" + (f" / {beside.rpartition(': ')[2]}" if beside else "")]
         for found in results.values():
-            values = [found[each] * UNITS[unit] for each in (name, beside) if each]
-            row.append(" / ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values))
+            values = [found.get(each, math.nan) * UNITS[unit] for each in (name, beside) if each]
+            row.append(" / ".join(map(_shown, values)))
         rows.append(row)
     return ["what", *map(str, results)], rows
+
+
+def _shown(value: float) -> str:
+    return "failed" if math.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def draw(path: Path, results: dict[Shape, dict[str, float]]) -> None:
@@ -194,7 +201,7 @@ def draw(path: Path, results: dict[Shape, dict[str, float]]) -> None:
             sizes = [shape.size for shape in mine]
             for each, style in ((name, "-"), (beside, "--")):
                 if each:
-                    values = [results[shape][each] * UNITS[unit] for shape in mine]
+                    values = [results[shape].get(each, math.nan) * UNITS[unit] for shape in mine]
                     label = f"{hosts} host{'s' * (hosts > 1)}" if each == name else None
                     ax.plot(sizes, values, style, color=colour, marker="o", markersize=3, label=label)
         ax.set(xscale="log", yscale="log", title=name, ylabel=unit, xlabel="ranks")
@@ -209,16 +216,21 @@ def draw(path: Path, results: dict[Shape, dict[str, float]]) -> None:
 @app.command()
 def main(
     short: Annotated[bool, typer.Option("--short", help="16 ranks on 4 hosts only")] = False,
+    of: Annotated[list[str] | None, typer.Option("--shape", help="hosts x ranks of each, as 4x16")] = None,
     to: Annotated[Path | None, typer.Option("--json", help="a file for the record")] = None,
     plot: Annotated[Path | None, typer.Option(help="a file for the picture")] = None,
 ) -> None:
     """Measure each shape, and print a table."""
     Output(to, plot)  # raises now rather than after minutes
     results: dict[Shape, dict[str, float]] = {}
-    for shape in SHORT if short else FULL:
+    failed = []
+    for shape in [_shape(each) for each in of] if of else SHORT if short else FULL:
         began = time.monotonic()
-        results[shape] = everything(shape)
+        results[shape], failures = everything(shape)
+        failed += failures
         print(f"{shape}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        for failure in failures:
+            print(failure, file=sys.stderr, flush=True)
     columns, rows = cells_of(results)
     table = Table(*columns)
     for row in rows:
@@ -234,6 +246,15 @@ def main(
         record: dict[str, Any] = {"kind": "growth", **provenance(), "notes": notes}
         record["command"] = f"./scripts/scale {shlex.join(sys.argv[1:])}"
         to.write_text(json.dumps({**record, "columns": columns, "cells": rows}, indent=1) + "\n")
+    if failed:
+        raise JobError("; ".join(failure.partition(":\n")[0] for failure in failed))
+
+
+def _shape(text: str) -> Shape:
+    hosts, between, ranks = text.partition("x")
+    if not (between and hosts.isdecimal() and ranks.isdecimal() and int(hosts) and int(ranks)):
+        raise typer.BadParameter(f"{text}: expected hosts x ranks of each, as 4x16")
+    return Shape(int(hosts), int(ranks))
 
 
 if __name__ == "__main__":
