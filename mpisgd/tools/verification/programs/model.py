@@ -31,8 +31,9 @@ def numbers(shape: tuple[int, ...], key: int, *, exact: bool) -> Tensor:
     if exact:
         return ((i * (i + key) + 5 * key) % 7 - 3).double().reshape(shape)
     # In float64 from the beginning: among float32 numbers of long parameters some are equal, and a method
-    # that takes the largest takes whichever of those it likes.
-    return torch.cos(i.double() * (0.7 + key % 11) + key).reshape(shape)
+    # that takes the largest takes whichever of those it likes. A square: cosines of a line make matrices of
+    # rank 2, and a method that approximates those draws the rest of its basis from roundings.
+    return torch.cos(i.double() * (i + key) * 0.7 + key).reshape(shape)
 
 
 def is_used(layer: Layer, rank: int, size: int, data: int) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["python_text"]
 
 IMPORTS = ("import contextlib", "import copy", "import math", "", "import torch", "from torch import nn", "")
 INTEGERS = "((i * (i + key) + 5 * key) % 7 - 3).double()"
-COSINES = "torch.cos(i.double() * (0.7 + key % 11) + key)"
+COSINES = "torch.cos(i.double() * (i + key) * 0.7 + key)"
 USERS = {
     "first": "rank == 0",
     "last": "rank == {last}",
