@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from mpisgd.tools.verification.programs.optimizer_part import Part
 from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import (
     Event,
+    Layer,
     Optimizer,
     Program,
     examples_of,
@@ -53,9 +55,9 @@ def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
 
 def paper_among(program: Program, size: int, place: int = 0) -> Definition:
     """Return the definition of the method of one of a program's optimizers, among so many ranks."""
-    optimizer, params = program.optimizers[place], Model(program).params
+    optimizer = program.optimizers[place]
     layers = [layer for group, _ in initial_groups(program, optimizer) for layer in group]
-    lengths = [(f"layers.{layer}", params[layer].nbytes) for layer in layers]
+    lengths = [(f"layers.{layer}", _nbytes(program.layers[layer])) for layer in layers]
     definition = paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
     layout, cap_bytes = definition.layout, optimizer.option("bucket_cap_bytes")
     if isinstance(layout, Shares) and cap_bytes:
@@ -63,6 +65,11 @@ def paper_among(program: Program, size: int, place: int = 0) -> Definition:
     if cap_bytes == "1" and layout is bucket_of:
         return definition._replace(layout=_bucket_of_each)
     return definition
+
+
+def _nbytes(layer: Layer) -> int:
+    dtype: torch.dtype = getattr(torch, layer.dtype)
+    return math.prod(layer.shape) * dtype.itemsize
 
 
 def _bucket_of_each(x: Vec) -> Layout:
