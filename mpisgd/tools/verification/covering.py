@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -208,23 +208,23 @@ def _grown(
     is_compared = left[seed]
     pack = [SITUATIONS[name] for name in seed]
     tried = {*seed}
+    partners = defaultdict[str, list[str]](list)  # of each, what it is in no program with yet
+    for (one, other), compared in left.items():
+        if compared == is_compared:
+            partners[one].append(other)
+            partners[other].append(one)
     while len(pack) < PACK:
-        gains = Counter[str]()
-        for (one, other), compared in left.items():
-            inside = {one, other} & {each.name for each in pack}
-            if len(inside) == 1 and compared == is_compared:
-                (name,) = {one, other} - inside
-                gains[name] += 1
         names = [each.name for each in pack]
-        candidates = [
+        gains = Counter(partner for name in names for partner in partners[name])
+        candidates = (
             name
-            for name, _ in sorted(gains.items(), key=lambda gain: (-gain[1], ORDER[gain[0]]))
-            if name not in tried and all(_pair(name, each) in possible for each in names)
-        ]
-        if not candidates:
+            for name in sorted(gains.keys() - tried, key=lambda name: (-gains[name], ORDER[name]))
+            if all(_pair(name, each) in possible for each in names)
+        )
+        if (best := next(candidates, None)) is None:
             break
-        tried.add(candidates[0])
-        grown = sorted([*pack, SITUATIONS[candidates[0]]], key=lambda each: ORDER[each.name])
+        tried.add(best)
+        grown = sorted([*pack, SITUATIONS[best]], key=lambda each: ORDER[each.name])
         program, _ = program_of(row, grown, number, divisions)
         if program is not None and has_reference(program) == is_compared:
             pack = grown
