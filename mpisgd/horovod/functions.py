@@ -132,7 +132,7 @@ def broadcast_optimizer_state(
         _set_zero_gradients(optimizer, model)
     if rank() != root_rank:
         optimizer.load_state_dict(received)
-    else:  # the others know of no sparse gradients now
+    else:  # as the others, which have loaded it
         forget_step(optimizer)
 
 

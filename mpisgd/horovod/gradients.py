@@ -13,12 +13,13 @@ may step now, and come later to what this one waits for.
     rank 1       backward of A, of B | B.step(): send B, send A, wait for B
 
 Ranks may complete their buckets in any order, and one that has joined takes part with zeros. A gradient that
-is missing at the end counts as zero, as in Horovod. Sparse gradients are sent apart.
+is missing at the end counts as zero, as in Horovod. Sparse gradients are sent apart, uncompressed, and so are
+all later ones of these parameters: which they are belongs to the optimizer's state.
 """
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from mpisgd.horovod.ops.allreduce import allreduce_async_
 from mpisgd.horovod.ops.reduce_ops import Average, Sum, name_of
 from mpisgd.horovod.ops.sparse import sparse_allreduce_async, sparse_dims_sent_by_others
 from mpisgd.horovod.process_sets import ProcessSet
-from mpisgd.horovod.state import engine
+from mpisgd.horovod.state import engine, is_initialized
 
 __all__ = ["ExchangeOptions", "GradientExchange"]
 
@@ -135,6 +136,19 @@ class GradientExchange:
         self._sent: list[int] = []  # the handles of buckets
         self._sparse: dict[int, tuple[int, Any]] = {}  # dimensions and handle, of those that were sent
         self._exist: int | None = None  # the handle of what tells which gradients some rank has
+
+    # -- what was sparse ---------------------------------------------------------------------------------
+
+    @property
+    def sparse_dims(self) -> dict[int, int]:
+        """How many sparse dimensions the gradients had that were sparse on any rank, by parameter."""
+        forgets = is_initialized() and engine().num_joins != self._num_joins
+        return {} if forgets else dict(self._sparse_dims)
+
+    def know_sparse(self, sparse_dims: Mapping[int, int]) -> None:
+        """Take these for the gradients that were sparse. Nothing is under way; alike on all ranks."""
+        self._sparse_dims = dict(sorted(sparse_dims.items()))
+        self._plan = _make_plan(self.named, self._groups, frozenset(sparse_dims))
 
     # -- during backward ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import contextlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from mpisgd.sharding.layerwise.in_files import check_in_memory
 
 __all__ = ["DistributedOptimizer", "begin_anew", "forget_step"]
 
+ENTRY, SPARSE_DIMS = "horovod", "sparse"  # of a state: the dimensions, by the place of the parameter
 ZEROED = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -157,6 +158,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
         self._exchanges: list[GradientExchange] = []
+        self._loaded_dims: dict[Tensor, int] = {}  # of parameters whose gradients nothing exchanges yet
         register_step_hooks(self, _before_step)
         self._cover_new_ones()
 
@@ -172,6 +174,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             named = [(self._parameter_names[param], param) for param in new]
             indices, passes = _indices(self._groups, new), self.backward_passes_per_step
             self._exchanges.append(GradientExchange(label, named, indices, self._options, passes))
+            self._hand_out_sparse()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum gradients locally over so many `backward()`s from now on."""
@@ -203,7 +206,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         So they are made those of all ranks then: else one rank would leave out a step that the others take.
         """
-        known = self._synchronized or (self._synchronized_for_scaler and not self._is_underway)
+        known = (self._synchronized or self._synchronized_for_scaler) and not self._is_underway
         if self._should_synchronize and not known:
             self.synchronize()
             self._synchronized, self._synchronized_for_scaler = False, True
@@ -222,13 +225,40 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Reset the gradients, as the wrapped optimizer does."""
         if self._is_underway:
             raise AssertionError(ZEROED)
-        self._synchronized_for_scaler = False
+        self._end_step()  # one that a scaler has left out
         super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as the wrapped optimizer does.
+
+        If some gradients have been sparse, the entry "horovod" says which; other optimizers ignore it.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        known = self._known_sparse()
+        sparse = {number: known[param] for number, param in enumerate(params) if param in known}
+        return {**super().state_dict(), **({ENTRY: {SPARSE_DIMS: sparse}} if sparse else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; what is left of a step that has failed is forgotten."""
-        self._forget_step()
         super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        sparse = state_dict.get(ENTRY, {}).get(SPARSE_DIMS, {})
+        self._forget_step({params[int(number)]: dims for number, dims in sparse.items()})
+
+    def _known_sparse(self) -> dict[Tensor, int]:
+        """Return the sparse dimensions of the gradients that were sparse on any rank, by parameter."""
+        known = dict(self._loaded_dims)
+        for exchange in self._exchanges:
+            known |= {exchange.named[index][1]: dims for index, dims in exchange.sparse_dims.items()}
+        return known
+
+    def _hand_out_sparse(self) -> None:
+        """Tell the exchanges which of their gradients were sparse, as a state that was loaded says."""
+        for exchange in self._exchanges:
+            params = [param for _, param in exchange.named]
+            dims = {i: self._loaded_dims.pop(p) for i, p in enumerate(params) if p in self._loaded_dims}
+            if dims:  # otherwise a step may be under way
+                exchange.know_sparse(dims)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. All ranks add the same ones."""
@@ -240,9 +270,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._parameter_names.setdefault(param, f"noname.{index}")
         self._cover_new_ones()
 
-    def _forget_step(self) -> None:
+    def _forget_step(self, sparse_dims: Mapping[Tensor, int]) -> None:
+        """Begin anew, where some gradients have been sparse."""
         for exchange in self._exchanges:
             exchange.forget()
+        self._loaded_dims = dict(sparse_dims)
+        self._hand_out_sparse()
         self._count_passes_anew()
         self._end_step()
 
@@ -263,18 +296,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
 
 def forget_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let a distributed optimizer exchange gradients as one that has just loaded a state."""
+    """Let a distributed optimizer exchange gradients as one that has just loaded the state of this one."""
     if isinstance(optimizer, _DistributedOptimizer):
-        optimizer._forget_step()
+        optimizer._forget_step(optimizer._known_sparse())
 
 
 def begin_anew(optimizer: torch.optim.Optimizer) -> None:
     """Let a distributed optimizer go on with the ranks that there are now; what is under way is forgotten.
 
-    One that was made where its rank was alone has exchanged nothing until now.
+    One that was made where its rank was alone has exchanged nothing until now. New ranks learn which
+    gradients have been sparse with the state, before the first step.
     """
     if isinstance(optimizer, _DistributedOptimizer):
-        optimizer._forget_step()
+        optimizer._forget_step(optimizer._known_sparse())
         optimizer._cover_new_ones()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from joined_batch import FEATURES, Run, check, compare, digest, inputs_of, mlp, pair, plain_step, sgd, square
@@ -438,6 +441,86 @@ def test_ranks_that_have_received_a_state_find_the_root_again_that_has_had_spars
         if turn == 0:
             hvd.broadcast_optimizer_state(opt, 0)
     same_on_all_ranks(digest(net.parameters()))
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("how", ["loaded", "made anew", "broadcast", "restored", "begun anew"])
+def test_what_was_sparse_travels_as_it_would_have_without_a_load(compression, how):
+    """A dense gradient of it came in a bucket then, rounded; it travels by itself, as it is."""
+
+    def trained(loads: bool) -> str:
+        table, vector = (nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in ((5, 2), (3,)))
+
+        def new() -> Any:
+            plain = torch.optim.SGD([table, vector], lr=0.3)
+            return hvd.DistributedOptimizer(plain, compression=getattr(hvd.Compression, compression))
+
+        opt = new()
+        state = hvd.elastic.TorchState(optimizer=opt) if how in ("restored", "begun anew") else None
+        for step in range(4):
+            dense = torch.arange(10, dtype=torch.float64).view(5, 2).add(hvd.rank() + step).div(3)
+            table.grad = dense.to_sparse(1) if step == 0 else dense
+            vector.grad = torch.full((3,), 1 / 3, dtype=torch.float64) * (hvd.rank() + step)
+            opt.step()
+            opt.zero_grad()
+            if step == 1 and loads:
+                if how == "loaded":
+                    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+                elif how == "made anew":
+                    saved = copy.deepcopy(opt.state_dict())
+                    opt = new()
+                    opt.load_state_dict(saved)
+                elif how == "broadcast":
+                    hvd.broadcast_optimizer_state(opt, hvd.size() - 1)
+                else:
+                    state.save()
+                    state.restore() if how == "restored" else state.reset()
+        return digest([table, vector])
+
+    assert trained(True) == trained(False)
+
+
+def test_what_was_sparse_is_in_a_state_that_one_rank_has_loaded():
+    """A rank alone exchanges nothing, and saves what it has loaded."""
+    table = nn.Parameter(torch.zeros(5, 2))
+    alone = hvd.ProcessSet([0]) if hvd.size() > 1 else hvd.global_process_set
+    if hvd.size() > 1:
+        hvd.add_process_set(alone)
+    opt = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=1.0), process_set=alone)
+    opt.load_state_dict({**opt.state_dict(), "horovod": {"sparse": {0: 1}}})
+    everyone(opt.state_dict()["horovod"] == {"sparse": {0: 1}})
+    plain = torch.optim.SGD([table], lr=1.0)
+    plain.load_state_dict(opt.state_dict())
+    everyone("horovod" not in plain.state_dict())
+    if hvd.size() > 1:
+        hvd.remove_process_set(alone)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_after_a_step_that_a_scaler_has_left_out_the_next_one_is_synchronized(resets):
+    """Where the program has synchronized by itself: the scaler looked at this rank's gradients alone."""
+    model = mlp().double()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    opt = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        if resets:
+            opt.zero_grad()
+        else:
+            model.zero_grad()
+        loss = square(model, inputs_of(step), hvd.rank(), step)
+        overflows = step == 0 or (step == 1 and hvd.rank() == 0)
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+        if step == 0:
+            opt.synchronize()
+            scaler.unscale_(opt)
+            with opt.skip_synchronize():
+                scaler.step(opt)
+        else:
+            scaler.step(opt)
+        scaler.update()
+        same_on_all_ranks(scaler.get_scale())
+        same_on_all_ranks(digest(model.parameters()))
 
 
 # --- several of them ----------------------------------------------------------------------------------
