@@ -19,12 +19,14 @@ class BatchSpec(NamedTuple):
         num_rows: of the inputs, on the first stage; None elsewhere.
         inputs: what is the same in all batches, on the first stage.
         num_targets: rows of the targets, on the last stage.
+        form: of the rank's parameters: what its messages may depend on beside the inputs.
     """
 
     problem: str = ""
     num_rows: int | None = None
     inputs: RowSpec | None = None
     num_targets: int | None = None
+    form: int = 0
 
     def has_other_inputs(self, other: "BatchSpec") -> bool:
         """Return whether messages may have other shapes."""

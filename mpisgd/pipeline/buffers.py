@@ -7,12 +7,16 @@ does not count: otherwise BatchNorm would have each batch in its statistics twic
 import contextlib
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from mpisgd.errors import InvalidArgument
 
 __all__ = ["ChangingBuffers"]
 
 Place = tuple[nn.Module, str]
+Mode = tuple[nn.Module, str, bool]  # where it is, and whether the module trains
 
 
 class ChangingBuffers:
@@ -25,23 +29,44 @@ class ChangingBuffers:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # torch does not count what the kernels of norms change. All others count as changing until one
-        # forward has shown that they are not: copies of large tables of constants would take memory.
-        self._constant: set[Place] = set()
-        self._versions: dict[Place, tuple[int, int]] = {}
+        # forward in this mode has shown that they are not: copies of large tables of constants would take
+        # memory.
+        self._constant: set[Mode] = set()
+        self._before: dict[Place, tuple[Tensor, int]] = {}  # the buffers, with their counts of changes
 
     def copies(self) -> dict[Place, Tensor]:
         """Return copies of what the next forward may change."""
-        self._versions = {place: _version(buffer) for place, buffer in self._buffers()}
-        return {place: buffer.clone() for place, buffer in self._buffers() if place not in self._constant}
+        self._before = {place: (buffer, buffer._version) for place, buffer in self._buffers()}
+        return {
+            place: buffer.clone()
+            for place, (buffer, _) in self._before.items()
+            if _mode(place) not in self._constant
+        }
 
     def learn(self, copies: dict[Place, Tensor]) -> None:
-        """Note which buffers the forward since `copies` has not changed; drop their copies."""
-        for place, buffer in self._buffers():
-            if isinstance(place[0], _NormBase) or self._versions.get(place) != _version(buffer):
-                self._constant.discard(place)
-            else:
-                self._constant.add(place)
-                copies.pop(place, None)
+        """Note which buffers the forward since `copies` has not changed; drop their copies.
+
+        Raises:
+            InvalidArgument: it has changed one in place that earlier ones have not: there is no copy.
+        """
+        before, self._before = self._before, {}
+        for place, (was, version) in before.items():
+            now, copy = place[0]._buffers.get(place[1]), copies.get(place)
+            is_same = now is was and was._version == version
+            if copy is None:
+                if was._version != version:
+                    raise InvalidArgument(
+                        f"pipeline: forward has changed the buffer {place[1]!r} of a "
+                        f"{type(place[0]).__name__} in place, and has not in earlier ones: with "
+                        "checkpoint=True there is no copy then for the forward that backward computes again; "
+                        "change it in every forward, or pass checkpoint=False"
+                    )
+                if not is_same:
+                    copies[place] = was  # by another one: what was there is as it was
+            # What a kernel changes without counting shows in the values.
+            elif is_same and not isinstance(place[0], _NormBase) and torch.equal(copy, was):
+                self._constant.add(_mode(place))
+                copies.pop(place)
 
     @contextlib.contextmanager
     def replaced(self, copies: Mapping[Place, Tensor]) -> Iterator[None]:
@@ -63,5 +88,5 @@ class ChangingBuffers:
                     yield (module, name), buffer
 
 
-def _version(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), buffer._version
+def _mode(place: Place) -> Mode:
+    return (*place, place[0].training)

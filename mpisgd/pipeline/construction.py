@@ -148,11 +148,14 @@ def _num_stages(replicas: int | Sequence[int] | None, size: int) -> int:
 def _make_optimizers(
     make: MakeOptimizer, modules: Mapping[int, nn.Module]
 ) -> dict[int, torch.optim.Optimizer]:
-    """Return an optimizer for each stage; a parameter of two stages belongs to the first."""
+    """Return an optimizer for each stage; a parameter of two stages belongs to the first.
+
+    It has those that are frozen, too, which the program may train later.
+    """
     made: dict[int, torch.optim.Optimizer] = {}
     taken: set[nn.Parameter] = set()
     for number, module in modules.items():
-        params = [param for param in module.parameters() if param.requires_grad and param not in taken]
+        params = [param for param in module.parameters() if param not in taken]
         taken.update(params)
         if params:
             made[number] = make(params)

@@ -143,6 +143,8 @@ class Pipeline:
         self._num_steps = 0  # since the pipeline was empty
         self._num_recorded = 0
         self._agreed = BatchSpec()
+        self._forms: Sequence[int] = ()  # of all ranks
+        self._used = self._used_params(parts)
         self._unusable: MpisgdError | None = None
 
     def _make_worker(self, parts: OwnParts) -> Worker:
@@ -160,6 +162,22 @@ class Pipeline:
             ties=ties,
             reduce_op=ReduceOp.AVG if each else ReduceOp.SUM,
         )
+
+    def _used_params(self, parts: OwnParts) -> dict[Tensor, str]:
+        """Return those parameters that optimizers or ties have, with names."""
+        has = {
+            param
+            for optimizer in parts.optimizers.values()
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        has |= {param for params in parts.tied_params for param in params}
+        return {
+            param: f"{name!r} of stage {number}"
+            for number, module in parts.modules.items()
+            for name, param in module.named_parameters()
+            if param in has
+        }
 
     # -- training ---------------------------------------------------------------------------------------
 
@@ -184,6 +202,8 @@ class Pipeline:
         """
         batch = self._next_batch(inputs, targets, trains=True)
         with self._telling_failures():
+            if not self._num_steps:
+                self._worker.restart()  # with the weights that the program may have replaced
             if self._flushing_actions is not None:
                 with self._worker.earlier_gradients_apart():
                     self._worker.run(self._flushing_actions, batch)
@@ -226,6 +246,7 @@ class Pipeline:
         )
         worker = self._worker.without_replicas(shape)
         with self._telling_failures():
+            self._worker.restart()
             worker.run(_forward_actions(shape, self._group.rank), batch)
             self._messages.settle()
         return joined([worker.outputs[number] for number in sorted(worker.outputs)])
@@ -331,6 +352,7 @@ class Pipeline:
             has_targets=self._is_last and trains,
             num_micro_batches=self.shape.num_micro_batches if trains else 1,
         )
+        mine = mine._replace(problem=mine.problem or self._problem, form=self._form)
         if self._num_steps:
             with self._telling_failures():
                 check_as_before(mine, self._agreed)
@@ -338,9 +360,10 @@ class Pipeline:
             with self._telling_failures():
                 told = self._messages.exchange(mine, range(self._group.size))
             agreed = agreed_batch(told, self._group.ranks)
-            if agreed.has_other_inputs(self._agreed):
+            forms = [spec.form for spec in told]
+            if agreed.has_other_inputs(self._agreed) or forms != self._forms:
                 self._worker.forget_specs()
-            self._agreed = agreed
+            self._agreed, self._forms = agreed, forms
         num_rows, most = self._agreed.num_rows or 0, self.shape.num_micro_batches
         counts = row_counts(num_rows, most if trains else min(most, num_rows))
         return Batch(
@@ -350,6 +373,24 @@ class Pipeline:
             split_targets(targets, counts) if self._is_last and trains else (),
             trains,
         )
+
+    @property
+    def _problem(self) -> str:
+        """What is wrong with this rank's parameters, or ""."""
+        now = set(self.parameters())
+        gone = next((name for param, name in self._used.items() if param not in now), None)
+        if gone is None:
+            return ""
+        return (
+            f"pipeline: parameter {gone} is another object than when the pipeline was made, whose "
+            "optimizers and ties have the former; copy values into it (load_state_dict without "
+            "assign=True), or make the pipeline anew"
+        )
+
+    @property
+    def _form(self) -> int:
+        """What changes with the dtypes of this rank's parameters, and with which are frozen."""
+        return hash(tuple((str(param.dtype), param.requires_grad) for param in self.parameters()))
 
     def _loss_of(self, batch: Batch) -> float | None:
         """Return the loss of the batch, where it is wanted."""
@@ -372,7 +413,7 @@ class Pipeline:
         except PipelineFailed as exc:
             self._give_up(exc, str(exc))
             raise
-        except Exception as exc:
+        except BaseException as exc:  # also Ctrl-C: messages and micro-batches are left
             action = self._worker.action
             where = "" if action is None else f", {described(action)}"
             rank = self._group.ranks[self._group.rank]
@@ -381,7 +422,7 @@ class Pipeline:
             self._give_up(exc, text)
             raise
 
-    def _give_up(self, error: Exception, text: str) -> None:
+    def _give_up(self, error: BaseException, text: str) -> None:
         """Leave the group: messages of the steps under way are never received."""
         self._unusable = PipelineFailed(f"pipeline: of no use any more: {text}")
         self._group.queue.broken = self._group.queue.broken or PipelineFailed(str(error))

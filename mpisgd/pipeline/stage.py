@@ -159,11 +159,10 @@ class Stage:
         self._in_flight.clear()
         self.weights.restart()
 
-    def gradients(self, excluded: set[Tensor]) -> list[Tensor]:
-        """Return the gradients of the parameters, those excepted; zeros where a micro-batch made none."""
+    def with_gradients_collected(self, excluded: set[Tensor]) -> list[Tensor]:
+        """Return the parameters, those excepted, which have their gradients now where there are any."""
         self.weights.collect_gradients()
-        params = [param for param in self.module.parameters() if param not in excluded]
-        return [gradient_of(param) for param in params if param.requires_grad]
+        return [param for param in self.module.parameters() if param not in excluded]
 
     def update(self, version: int, keep_from: int) -> None:
         """Do the optimizer's step, from one version of the weights to the next."""

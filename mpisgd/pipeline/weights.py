@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from mpisgd.errors import InvalidArgument
+
 __all__ = ["SingleVersion", "StageWeights", "StashedVersions", "device_of"]
 
 
@@ -33,7 +35,7 @@ class StageWeights(abc.ABC):
 
     @abc.abstractmethod
     def restart(self) -> None:
-        """Call the newest version 0: the pipeline is empty."""
+        """Call the parameters as they are now version 0: the pipeline is empty."""
 
     @abc.abstractmethod
     def call(self, version: int, *inputs: Tensor) -> Any:
@@ -41,7 +43,7 @@ class StageWeights(abc.ABC):
 
     @abc.abstractmethod
     def collect_gradients(self) -> None:
-        """Make the gradients since the last update those of the parameters."""
+        """Make the gradients since the last update those of the parameters that are trained now."""
 
     @abc.abstractmethod
     def update(self, version: int, keep_from: int, step: Callable[[], None]) -> None:
@@ -93,13 +95,18 @@ class StashedVersions(StageWeights):
         """See `StageWeights.collect_gradients`."""
         for tensors in self._held.values():
             for name, tensor in tensors.items():
-                if tensor.grad is not None:
-                    param = self._params[name]
-                    param.grad = tensor.grad if param.grad is None else param.grad + tensor.grad
-                    tensor.grad = None
+                gradient, tensor.grad = tensor.grad, None
+                param = self._params[name]
+                if gradient is not None and param.requires_grad:  # it may have been frozen since the forward
+                    param.grad = gradient if param.grad is None else param.grad + gradient
 
     def update(self, version: int, keep_from: int, step: Callable[[], None]) -> None:
-        """See `StageWeights.update`."""
+        """See `StageWeights.update`.
+
+        Raises:
+            InvalidArgument: the program has given a parameter other memory since the newest version was made.
+        """
+        self._check_in_place()
         for old in [old for old in self._held if old < keep_from]:
             del self._held[old]
         if self._newest in self._held:
@@ -109,6 +116,15 @@ class StashedVersions(StageWeights):
         step()
         self._newest, self._held[version] = version, self._as_version()
         self.most_held = max(self.most_held, len(self._held))
+
+    def _check_in_place(self) -> None:
+        for name, tensor in self._held.get(self._newest, {}).items():
+            if tensor.data_ptr() != self._params[name].data_ptr():
+                raise InvalidArgument(
+                    f"pipeline: parameter {name!r} of a stage has got other memory while backward passes "
+                    "were left, which have read what was there before; call flush() before you replace its "
+                    "values"
+                )
 
     def _as_version(self) -> dict[str, Tensor]:
         """Return the parameters as they are: tensors in their memory, with gradients of their own.

@@ -5,6 +5,8 @@ started, so a message finds its memory when it comes, and two ranks that send to
 """
 
 import contextlib
+import functools
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -327,8 +329,8 @@ class Worker:
 
     def _reduce(self, action: Action) -> None:
         tied = {param for tie in self._ties.values() for param in tie.params}
-        gradients = self.stages[action.stage].gradients(tied)
-        self.messages.exchange(None, self.shape.ranks[action.stage])
+        params = self.stages[action.stage].with_gradients_collected(tied)
+        gradients = self._gradients_of_any(params, self.shape.ranks[action.stage])
         all_reduce_coalesced(gradients, self._reduce_op, self._replicas[action.stage])
 
     def _reduce_tied(self, action: Action) -> None:
@@ -337,8 +339,16 @@ class Worker:
             if stage in self.stages:
                 self.stages[stage].weights.collect_gradients()
         if tie.group is not None:
-            self.messages.exchange(None, tie.ranks)
-            all_reduce_coalesced([gradient_of(param) for param in tie.params], ReduceOp.SUM, tie.group)
+            all_reduce_coalesced(self._gradients_of_any(tie.params, tie.ranks), ReduceOp.SUM, tie.group)
+
+    def _gradients_of_any(self, params: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+        """Return the gradients that any of these ranks has, zeros where this one has none. Collective.
+
+        The others stay None, as in one process: momentum and weight decay leave such a parameter alone.
+        """
+        mine = sum(1 << place for place, param in enumerate(params) if param.grad is not None)
+        some = functools.reduce(operator.or_, self.messages.exchange(mine, ranks))
+        return [gradient_of(param) for place, param in enumerate(params) if some >> place & 1]
 
     def _update(self, action: Action) -> None:
         self.stages[action.stage].update(action.version, action.keep_from)
