@@ -5,7 +5,9 @@
 
 A hook that torch calls before the forward of every module waits for the parameters of this module. A module
 may also use parameters of modules inside it without calling these (`torch.nn.MultiheadAttention` does), so it
-waits for theirs, too, unless they have been seen to be called.
+waits for theirs, too, unless they have been seen to be called. Which it calls may be others in evaluation
+(`torch.nn.TransformerEncoderLayer` has a fused kernel there), where no gradient would tell of a mistake: so
+there it waits for all that is inside it.
 
 On a device it is the current stream that waits, so each stream in which a program computes waits for itself.
 """
@@ -144,7 +146,9 @@ class ForwardOverlap:
                 _watch(module, self._alive)
         if not self._works:
             return
-        used = [param for param in self._used_by(module) if param in self._place_of]
+        trains = module.training and torch.is_grad_enabled()
+        inside = self._used_by(module) if trains else module.parameters()
+        used = [param for param in inside if param in self._place_of]
         self._waited_for.update(used)
         self._wait_for(max((self._place_of[param] for param in used), default=-1))
 
