@@ -6,7 +6,7 @@ import weakref
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, debug, distribute_tensor
 
 from mpisgd.job.rank_info import size
 from mpisgd.layouts.pretended import mark_of_pretended
@@ -33,6 +33,8 @@ def device_mesh(rules: LayoutRules, device_type: str) -> DeviceMesh:
         dist.init_process_group("mpisgd")
     default = dist.group.WORLD
     assert default is not None
+    if default not in _meshes:
+        _forget_former_meshes()
     known, key = _meshes.setdefault(default, {}), (rules.mesh, device_type)
     if key not in known:
         # torch caches what it finds out by meshes, which are equal if their axes are: so no axis is of both.
@@ -41,6 +43,16 @@ def device_mesh(rules: LayoutRules, device_type: str) -> DeviceMesh:
         known[key] = init_device_mesh(device_type, lengths, mesh_dim_names=axes)
         _flatten(known[key])
     return known[key]
+
+
+def _forget_former_meshes() -> None:
+    """Let torch find out anew what it has cached of meshes whose groups were destroyed.
+
+    It names groups by numbers, from 0 again after `destroy_process_group()`. What it has kept of an equal
+    mesh of before names groups that there are not, or others.
+    """
+    if (clear := getattr(debug, "_clear_sharding_prop_cache", None)) is not None:
+        clear()
 
 
 def _flatten(mesh: DeviceMesh) -> None:

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from two_layers import IO, NAMES, Transformer, joined_batch, train, transformer
@@ -110,6 +111,18 @@ def test_all_legal_layouts_equal_one_process(mesh):
     # The names of an axis: model; batch or length, each with or without heads; or some of heads, hidden and
     # vocab: 13 sets. Of two axes: 105 ordered pairs of sets without a common name, 1 of them of equal sets.
     everyone(len(layouts) == {"a:4": 13, "a:2, b:2": (105 + 1) // 2}[mesh], f"{len(layouts)}")
+
+
+@pytest.mark.mpi(min_size=4)
+def test_a_layout_goes_on_with_a_default_group_that_was_made_anew():
+    """torch took the groups of an equal mesh of before, by their numbers."""
+    layout = mpisgd.layout("batch:a; heads:b; hidden:b; vocab:b", mesh={"a": 2, "b": mpisgd.size() // 2})
+    check(layout)
+    dist.destroy_process_group()
+    dist.init_process_group("mpisgd")
+    for _ in range(5):
+        dist.new_group([0])  # which have the numbers that those of the mesh had
+    check(layout)
 
 
 def test_parameters_are_divided_and_tied_ones_stay_one():
