@@ -354,6 +354,10 @@ class DistributedOptimizer(SavedState):
         self._cycle.participant = made
         return made
 
+    def _end_failed_step(self) -> None:
+        """Clean up after a step that has raised; called by the class that `turned_into` makes."""
+        self._cycle.end_failed_step()
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Within this context `backward()` sums gradients locally; the next one outside reduces the sum."""
         return self._window.muted()

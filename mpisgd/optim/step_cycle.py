@@ -87,13 +87,13 @@ class StepCycle:
         if changed is None:
             self._window.check_before_step()
             self._look_for_gradients()
-        else:
-            changed = wrap_closure(*changed, self._synchronizer.around)
-            assert changed is not None
-            changed = wrap_closure(*changed, self._owned)
         with owned_by(self.owner):
             self._keeper.settle()
             self._check_start(optimizer)
+            if changed is not None:  # nothing comes between the two that may raise
+                changed = wrap_closure(*changed, self._synchronizer.around)
+                assert changed is not None
+                changed = wrap_closure(*changed, self._owned)
             self._synchronizer.before_step()
         return changed
 
@@ -157,6 +157,12 @@ class StepCycle:
             self._finish()
         if window.uneven is not None:
             self.participant.end_step()
+
+    def end_failed_step(self) -> None:
+        """Clean up after a step that has raised, wherever it did."""
+        self._synchronizer.end_failed_step()
+        if self._window.uneven is not None:
+            self.participant.end_failed_step()
 
     def _finish(self) -> None:
         window, synchronizer = self._window, self._synchronizer

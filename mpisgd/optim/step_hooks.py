@@ -3,6 +3,8 @@
 torch wraps the `step` of each class of which an optimizer is made: where there has been an SGD, and a
 subclass of it whose `step` calls `super().step()`, both are wrapped, and the hooks of the optimizer run
 twice. A class with what this module makes notes which of them is the outer one.
+
+torch has no hook for a step that raises. Where one is wanted, the class's `step` is made here in any case.
 """
 
 import functools
@@ -21,19 +23,35 @@ PostHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], No
 OUTSIDE = 1  # how many pre-hooks have begun, less post-hooks: what runs outside of a step is an inner one
 
 
-def step_noting_depth(wrapped: type[torch.optim.Optimizer]) -> dict[str, Any]:
+def step_noting_depth(
+    wrapped: type[torch.optim.Optimizer],
+    outer: type[torch.optim.Optimizer] = torch.optim.Optimizer,
+    failed: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
     """Return the members that a subclass of `wrapped` must have for `register_step_hooks`.
 
-    That is nothing where there is no step of a parent that `wrapped.step` might call.
+    That is nothing where there is no step of a parent that `wrapped.step` might call, and no `failed`.
+
+    Args:
+        wrapped: the class of an optimizer.
+        outer: another base class, which comes before it and may have a step of its own.
+        failed: called with the optimizer when a step of it has raised.
     """
-    if sum("step" in vars(cls) for cls in wrapped.__mro__ if cls is not torch.optim.Optimizer) < 2:
+    num_steps = sum("step" in vars(cls) for cls in wrapped.__mro__ if cls is not torch.optim.Optimizer)
+    if num_steps < 2 and failed is None:
         return {}
 
-    @functools.wraps(wrapped.step)
+    inner = wrapped.step if outer.step is torch.optim.Optimizer.step else outer.step
+
+    @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._step_depth = 0
         try:
-            return wrapped.step(self, *args, **kwargs)
+            return inner(self, *args, **kwargs)
+        except BaseException:
+            if failed is not None:
+                failed(self)
+            raise
         finally:
             self._step_depth = OUTSIDE
 

@@ -48,7 +48,8 @@ def turned_into(
 def _joined(wrapper: type, wrapped: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     if (wrapper, wrapped) not in _classes:
         name = wrapper.__name__.removesuffix("Optimizer") + wrapped.__name__
-        body = {"__doc__": wrapped.__doc__, "__module__": wrapped.__module__, **step_noting_depth(wrapped)}
+        step = step_noting_depth(wrapped, wrapper, lambda optimizer: optimizer._end_failed_step())
+        body = {"__doc__": wrapped.__doc__, "__module__": wrapped.__module__, **step}
         _classes[wrapper, wrapped] = type(name, (wrapper, wrapped), body)
     return _classes[wrapper, wrapped]
 

@@ -42,7 +42,8 @@ class LockFree(Worker):
             .view(entry.shape)
             for entry in sorted(layout.entries, key=lambda entry: entry.param)
         ]
-        self._own_grads: list[Tensor | None] = []
+        # By parameter, in a step: the gradient of the program, and what the optimizer sees instead.
+        self._own_grads: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -67,25 +68,34 @@ class LockFree(Worker):
 
     def before_step(self) -> None:
         """Wait where the staleness is bounded, and let gradients count what they are to count."""
+        self.end_failed_step()
         self._scaling.before_step(self.training.optimizer)
         self._begin_update()
         self._share()
         self._count_push(complete=False)
-        params = [param for _, param in self.training.named]
-        self._own_grads = [param.grad for param in params]
         if self.scale != 1.0:
-            for param in params:
-                param.grad = None if param.grad is None else param.grad * self.scale
+            for _, param in self.training.named:
+                if (own := param.grad) is not None:
+                    param.grad = own * self.scale
+                    self._own_grads.append((param, own, param.grad))
 
     def after_step(self, num_steps: int) -> None:
         """Count the update, and give the program its gradients back."""
-        for (_, param), grad in zip(self.training.named, self._own_grads, strict=True):
-            param.grad = grad
-        self._own_grads = []
+        self._give_back()
         self._scaling.after_step()
         self._count_push(complete=True)
         self._end_update()
         self._go_on()
+
+    def end_failed_step(self) -> None:
+        """Give the program its gradients back: a step on them once more would count them less."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for param, own, scaled in self._own_grads:
+            if param.grad is scaled:
+                param.grad = own
+        self._own_grads = []
 
     def close(self) -> None:
         """Give the parameters memory of their own."""

@@ -100,10 +100,10 @@ class LockedShards(Worker):
 
     def before_step(self) -> None:
         """Do all that a step does; the optimizer finds nothing left to do."""
+        runs_closure, self._runs_closure = self._runs_closure, False
         self._show()  # a step that raised has left them hidden
         self._hidden.check(self.training.optimizer)
         self._scaling.before_step(self.training.optimizer)
-        runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
             self._step()
         self._hidden.hide(self.training.optimizer)
@@ -112,6 +112,10 @@ class LockedShards(Worker):
         """Show the optimizer its parameters again."""
         self._show()
         self._scaling.after_step()
+
+    def end_failed_step(self) -> None:
+        """Show the optimizer its parameters, which are hidden in a step."""
+        self._show()
 
     def _show(self) -> None:
         self._hidden.show(self.training.optimizer)

@@ -74,9 +74,9 @@ class StreamedSynchronizer(Synchronizer):
 
     def before_step(self) -> None:
         """Update the parameters; the wrapped optimizer finds nothing left to do. Collective."""
+        runs_closure, self._runs_closure = self._runs_closure, False
         self.end_failed_step()
         self._optimizer_state.take_over()
-        runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
             self._update()
 

@@ -183,11 +183,11 @@ class ShardedSynchronizer(Synchronizer):
 
         Where it can update one piece after the other, that is done here, and it finds nothing left to do.
         """
+        runs_closure, self._runs_closure = self._runs_closure, False
         if self._overlap is not None:
             self._overlap.check_used()
         self.wait()
         self.end_failed_step()
-        runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
             self._destination.check_there()
         self._parameters.check_in_place()

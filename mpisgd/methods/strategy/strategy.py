@@ -155,7 +155,7 @@ class Synchronizer:
         """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the function that is called in place of the closure. Called before `before_step`."""
+        """Return the function that is called in place of the closure; directly before `before_step`."""
         return closure
 
     def after_step(self, num_steps: int) -> None:
@@ -166,7 +166,10 @@ class Synchronizer:
         """
 
     def end_failed_step(self) -> None:
-        """Clean up after a step that raised in `before_step`, in `after_step` or between them."""
+        """Clean up after a step that has raised, in `before_step`, in `after_step`, between them or before.
+
+        Not collective. Called again where there is nothing left to do.
+        """
 
     def before_zero_grad(self) -> None:
         """Do what must be done before gradients are reset."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import mpisgd
@@ -20,11 +21,18 @@ class Counting(mpisgd.DistributedOptimizer):
         return super().step(closure)
 
 
-def trained(kind):
+class Own(torch.optim.SGD):
+    """A class whose step calls that of its parent."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def trained(kind, wrapped=torch.optim.SGD):
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
-    optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer = kind(wrapped(model.parameters(), lr=0.5))
     model(torch.full((1, 2), 1.0 + mpisgd.rank())).sum().backward()
     optimizer.step()
     return optimizer, model.weight.detach().tolist()
@@ -41,3 +49,14 @@ def test_a_subclass_of_a_user_is_entered_and_trains_as_the_class_does():
     for name, is_counting, count, found, expected in run_ranks(2, program):
         assert (name, is_counting, count) == ("DistributedSGD", False, 1)
         assert found == expected == [[0.25, 0.25]]
+
+
+@pytest.mark.parametrize("wrapped", [torch.optim.SGD, Own])
+def test_a_step_of_the_users_subclass_is_entered_whatever_is_wrapped(wrapped):
+    """That of the class made for an optimizer with two steps called the wrapped one past it."""
+
+    def program():
+        optimizer, found = trained(Counting, wrapped)
+        return optimizer.count, found
+
+    assert run_ranks(2, program) == [(1, [[0.25, 0.25]])] * 2

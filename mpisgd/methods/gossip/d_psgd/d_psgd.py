@@ -53,8 +53,8 @@ class CombineThenAdapt(Mixer):
 
     def before_step(self) -> None:
         """Mix, unless a closure is to compute the gradient before. Collective."""
-        super().before_step()
         has_closure, self._has_closure, self._is_mixed = self._has_closure, False, False
+        super().before_step()
         if not has_closure:
             self._mix_once()
 
