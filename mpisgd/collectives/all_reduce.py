@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,17 @@ from mpisgd.collectives.algorithms import ALGORITHMS
 from mpisgd.collectives.dispatch import (
     Call,
     Collective,
+    KnownCall,
     PreparedCall,
+    known_call,
     link_of,
     operation_on,
+    remember,
     run,
+    run_at_once,
     transport_for,
 )
 from mpisgd.collectives.packing import messages_of, put
-from mpisgd.collectives.staging_check import run_first_part
 from mpisgd.collectives.tensor_arguments import check_output, lies_in_order
 from mpisgd.collectives.uneven import beside_ranks_without_data, neutral
 from mpisgd.core.consistency import Operation
@@ -32,7 +34,7 @@ from mpisgd.core.uneven_data import UnevenData, performs
 from mpisgd.core.work import Work
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op, dtype_name
 from mpisgd.errors import InvalidArgument
-from mpisgd.interfaces.host_transport import HostTransport, ReductionAtOnce, Steps
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.chunked_pipeline import goes_in_chunks, reduce_in_chunks
@@ -53,7 +55,7 @@ __all__ = [
 
 SPANS_HOSTS = {transport.name: transport.spans_hosts for transport in TRANSPORTS}
 CHOICES: Sequence[str] = ("auto", "mpi", *SPANS_HOSTS, *ALGORITHMS)
-MAX_KNOWN_CALLS = 1024
+NAMES = (ReduceOp, str)  # the types of what names a reduction
 ALGORITHM_TEXT = {name: f"algorithm={name}" for name in CHOICES}
 
 
@@ -95,7 +97,16 @@ def all_reduce(
     group = group_or_world(group)
     if not (in_order := lies_in_order(tensor)):
         check_output("all_reduce", tensor)
-    known = _known_call(group, tensor, op, algorithm, not in_order and on_device(tensor))
+    key = known = None
+    if type(op) in NAMES and type(algorithm) is str:
+        key = (tensor.shape, tensor.dtype, not in_order and on_device(tensor), op, algorithm)
+        known = group.known_calls.get(key)
+    if known is None:  # its arguments are checked once, since small messages feel it
+        known = _check_call(group, tensor, op, algorithm)
+        remember(group, key, known)
+    if in_order and async_op is False and not tensor.is_inference() and known.small.run_again(tensor):
+        increment_version([tensor])
+        return None
     if group.queue.uneven is None:
         return _start(group, tensor, known, async_op, in_order)
     with beside_ranks_without_data(group, "all_reduce", tensor, known.op, algorithm):
@@ -109,7 +120,7 @@ class _KnownCall(NamedTuple):
     op: ReduceOp
     row: Collective
     transport: HostTransport | None
-    at_once: ReductionAtOnce | None
+    small: KnownCall
 
 
 @performs("all_reduce")
@@ -127,56 +138,17 @@ def _beside_others(
     all_reduce(tensor, ReduceOp[op], data.group_like(ranks, ordinal), algorithm=algorithm)
 
 
-class _CallAtOnce:
-    """A call on a small tensor between ranks that see the same memory."""
-
-    __slots__ = ("_reduction", "_tensor")
-
-    def __init__(self, reduction: ReductionAtOnce, tensor: Tensor) -> None:
-        self._reduction = reduction
-        self._tensor = tensor
-
-    def begin(self) -> None:
-        """Do the first part."""
-        self._reduction.begin(self._tensor)
-
-    def run(self) -> None:
-        """Do the rest."""
-        self._reduction.finish(self._tensor)
-        increment_version([self._tensor])
-
-
 def _start(group: Group, tensor: Tensor, known: _KnownCall, async_op: bool, in_order: bool) -> Work | None:
-    if known.at_once is not None and in_order:  # small messages feel every call
-        assert known.transport is not None
-        at_once = _CallAtOnce(known.at_once, tensor)
-        begin = at_once.begin
-        if group.checks_staging:
-            begin = partial(run_first_part, begin, known.transport, [tensor])
-        return group.queue.run(
-            known.operation,
-            at_once.run,
-            tensors=[tensor],
-            async_op=async_op,
-            before=begin,
-            transport=known.transport.name,
-            like=tensor,
-        )
+    if known.small.at_once is not None and in_order:
+        return run_at_once(group, known.small, tensor, outputs=[tensor], async_op=async_op)
     call = Call(group, known.operation, [tensor], op=known.op)
     if known.operation.device and goes_in_chunks(tensor):
         return run(known.row._replace(steps=None), call, async_op)
     return run(known.row, call, async_op, transport=known.transport)
 
 
-def _known_call(
-    group: Group, tensor: Tensor, op: ReduceOp | str, algorithm: str, on_device: bool
-) -> _KnownCall:
-    """Check the arguments and ask the table: once, since small messages feel it."""
-    key = None
-    if type(op) is ReduceOp and type(algorithm) is str:
-        key = (tensor.shape, tensor.dtype, on_device, op, algorithm)
-        if (known := group.known_calls.get(key)) is not None:
-            return known  # type: ignore[no-any-return]
+def _check_call(group: Group, tensor: Tensor, op: ReduceOp | str, algorithm: str) -> _KnownCall:
+    """Check the arguments and ask the table."""
     op = check_op("all_reduce", op, tensor.dtype)
     chosen = choose_algorithm(group, algorithm, tensor)
     operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[chosen])
@@ -184,12 +156,7 @@ def _known_call(
     transport, at_once = transport_named(group, chosen), None
     if transport is not None and not operation.device:
         at_once = transport.all_reduce_at_once(tensor.numel(), tensor.dtype, op)
-    call = _KnownCall(operation, op, row, transport, at_once)
-    if key is not None:
-        if len(group.known_calls) >= MAX_KNOWN_CALLS:
-            group.known_calls.clear()
-        group.known_calls[key] = call
-    return call
+    return _KnownCall(operation, op, row, transport, known_call(group, operation, transport, at_once))
 
 
 def transport_named(group: Group, algorithm: str) -> HostTransport | None:

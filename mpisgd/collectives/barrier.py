@@ -1,9 +1,13 @@
 """`barrier`."""
 
+from functools import partial
+
 from mpisgd.arguments import check_timeout
+from mpisgd.collectives.dispatch import KnownCall, remember
 from mpisgd.collectives.uneven import beside_ranks_without_data
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.submission import RepeatedOperation
 from mpisgd.core.uneven_data import UnevenData, performs
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
@@ -29,9 +33,15 @@ def barrier(
         InvalidArgument: `timeout_s` is not positive, or infinite.
     """
     group = group_or_world(group)
-    queue = group.queue
     if timeout_s is not None:
         check_timeout(NAME, "timeout_s", timeout_s)
+    elif async_op is False:
+        if (known := group.known_calls.get(NAME)) is None:
+            known = KnownCall(OPERATION, partial(group.queue.run_again, RepeatedOperation(OPERATION)))
+            remember(group, NAME, known)
+        if known.run_again(None):
+            return None
+    queue = group.queue
     with beside_ranks_without_data(group, NAME):
         return queue.run(OPERATION, lambda: None, async_op=async_op, timeout_s=timeout_s)
 

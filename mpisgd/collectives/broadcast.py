@@ -4,10 +4,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
+from mpisgd.collectives.dispatch import (
+    Call,
+    Collective,
+    KnownCall,
+    known_call,
+    operation_on,
+    remember,
+    run,
+    run_at_once,
+    transport_for,
+)
 from mpisgd.collectives.packing import messages_of
-from mpisgd.collectives.tensor_arguments import check_output
+from mpisgd.collectives.tensor_arguments import check_output, lies_in_order
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.interfaces.host_transport import HostTransport, Steps
@@ -37,10 +48,31 @@ def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bo
         that is faster (`tune`); else MPI_Bcast.
     """
     group = group_or_world(group)
-    check_output("broadcast", tensor)
+    if not lies_in_order(tensor):
+        check_output("broadcast", tensor)
+    elif type(src) is int:
+        key = ("broadcast", tensor.shape, tensor.dtype, src)
+        if (known := group.known_calls.get(key)) is None:
+            remember(group, key, known := _check_call(group, tensor, src))
+        outputs = [] if group.rank == known.operation.root else [tensor]
+        if async_op is False and not tensor.is_inference() and known.run_again(tensor):
+            increment_version(outputs)
+            return None
+        if known.at_once is not None:
+            inputs = [] if outputs else [tensor]
+            return run_at_once(group, known, tensor, outputs=outputs, inputs=inputs, async_op=async_op)
     root = group.group_rank("broadcast", "src", src)
     call = Call(group, operation_on("broadcast", tensor, root=root), [tensor])
     return run(BROADCAST, call, async_op, tensor.nbytes)
+
+
+def _check_call(group: Group, tensor: Tensor, src: int) -> KnownCall:
+    """Return what is known of calls on tensors of the CPU that lie in order."""
+    root, nbytes = group.group_rank("broadcast", "src", src), tensor.nbytes
+    operation = operation_on("broadcast", tensor, root=root)
+    transport = transport_for(group, BROADCAST.name, None, nbytes, tuned=BROADCAST.tuned)
+    at_once = None if transport is None else transport.broadcast_at_once(nbytes, root)
+    return known_call(group, operation, transport, at_once)
 
 
 def _mpi(call: Call) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mpisgd.accelerator.capture import check_not_capturing
 from mpisgd.accelerator.runtime import on_device, runtime
@@ -27,10 +28,11 @@ from mpisgd.collectives.packing import Packer
 from mpisgd.collectives.staging_check import run_first_part
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.submission import RepeatedOperation
 from mpisgd.core.work import CompletableWork, Work
 from mpisgd.dtypes import ReduceOp, dtype_name
 from mpisgd.interfaces.communicator import GroupCommunicator
-from mpisgd.interfaces.host_transport import HostTransport, Steps
+from mpisgd.interfaces.host_transport import AtOnce, HostTransport, Steps
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.stream_guard import StreamGuard
 from mpisgd.transport.device.transport import DeviceTransport, device_transport
@@ -41,12 +43,16 @@ __all__ = [
     "TUNED",
     "Call",
     "Collective",
+    "KnownCall",
     "PreparedCall",
     "device_backend",
     "device_kind",
+    "known_call",
     "link_of",
     "operation_on",
+    "remember",
     "run",
+    "run_at_once",
     "run_in_queue",
     "transport_for",
 ]
@@ -62,8 +68,10 @@ TUNED = ("broadcast", "all_gather", "all_to_all")  # those of which MPI's own ma
 # and with -n 4. The collectives that are not listed always take it: MPI's own would need scratch memory or
 # more steps.
 FROM_BYTES = {"all_gather": 2 * 2**20, "all_to_all": 2 * 2**20}
+# Up to so many bytes, too: then the consistency check is the only meeting of the ranks.
+SMALL_BYTES = {"all_gather": 2**15}
 
-MAX_KNOWN_OPERATIONS = 1024
+MAX_KNOWN_CALLS = MAX_KNOWN_OPERATIONS = 1024
 
 
 class Call(Packer):
@@ -231,9 +239,89 @@ def transport_for(
     return None
 
 
+class KnownCall(NamedTuple):
+    """What is the same whenever a collective is called with arguments of one form.
+
+    Attributes:
+        operation: what the ranks must agree on.
+        run_again: `OperationQueue.run_again` of it; always False where it needs steps or is watched.
+        at_once: does it without steps; None where it needs some, or moves nothing.
+        transport: of `at_once`.
+    """
+
+    operation: Operation
+    run_again: Callable[[Any], bool]
+    at_once: AtOnce[Any] | None = None
+    transport: HostTransport | None = None
+
+
+def remember(group: Group, key: Any, known: Any) -> None:
+    """Let later calls of this form find in `group.known_calls` what is known of it; key None: they do not."""
+    if key is not None:
+        if len(group.known_calls) >= MAX_KNOWN_CALLS:
+            group.known_calls.clear()
+        group.known_calls[key] = known
+
+
+def known_call(
+    group: Group, operation: Operation, transport: HostTransport | None, at_once: AtOnce[Any] | None
+) -> KnownCall:
+    """Return what is known of an operation, which needs no steps if `at_once` of `transport` does it."""
+    if at_once is None:
+        return KnownCall(operation, _never)
+    again = RepeatedOperation(operation, at_once.begin, at_once.finish)
+    run_again = _never if group.checks_staging else partial(group.queue.run_again, again)
+    return KnownCall(operation, run_again, at_once, transport)
+
+
+def _never(_: Any) -> bool:
+    """Do nothing, and return False."""
+    return False
+
+
+def run_at_once(
+    group: Group,
+    known: KnownCall,
+    tensors: Any,
+    *,
+    outputs: list[Tensor],
+    inputs: Sequence[Tensor] = (),
+    async_op: bool,
+) -> Work | None:
+    """Do a call that needs no steps where `known.run_again` has not done it.
+
+    Args:
+        group: its ranks.
+        known: of calls of this form, with `at_once`.
+        tensors: as `at_once` takes them.
+        outputs: those of them that are overwritten on this rank.
+        inputs: the others.
+        async_op: return at once with a `Work`.
+    """
+    at_once, transport = known.at_once, known.transport
+    assert at_once is not None
+    assert transport is not None
+    begin = partial(at_once.begin, tensors)
+    if group.checks_staging:
+        begin = partial(run_first_part, begin, transport, [*inputs, *outputs])
+    return group.queue.run(
+        known.operation,
+        partial(_finish_at_once, at_once, tensors, outputs),
+        tensors=outputs or list(inputs),
+        async_op=async_op,
+        before=begin,
+        transport=transport.name,
+    )
+
+
+def _finish_at_once(at_once: AtOnce[Any], tensors: Any, outputs: list[Tensor]) -> None:
+    at_once.finish(tensors)
+    increment_version(outputs)
+
+
 def _beats_mpi(group: Group, transport: HostTransport, collective: str, nbytes: int) -> bool:
     if collective not in group.costs.collectives:
-        return nbytes >= FROM_BYTES.get(collective, 0)
+        return nbytes >= FROM_BYTES.get(collective, 0) or nbytes <= SMALL_BYTES.get(collective, 0)
     chosen: str = group.costs.choose((transport.name, "mpi"), nbytes, collective=collective)
     return chosen == transport.name
 

@@ -19,9 +19,9 @@ from mpisgd.core.mismatch import COMPARED, Intention, in_short, mismatch_of
 from mpisgd.core.owner import Owner
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 from mpisgd.interfaces.communicator import Communicator, DigestExchange
-from mpisgd.threads.waiting import SHORT_YIELD_S, YIELD_S, Backoff
+from mpisgd.threads.waiting import Backoff
 
-__all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation"]
+__all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation", "digest_of"]
 
 LEFT_TAG = 40  # of the queue's communicator, above the rounds of a dissemination and below an algorithm's
 
@@ -63,6 +63,12 @@ class Operation(NamedTuple):
 
 MULTIPLIER = 6364136223846793005  # Knuth's, of a linear congruential generator modulo 2**64
 MASK = 2**64 - 1
+
+
+def digest_of(operation: Operation) -> int:
+    """Return the 64-bit hash of an operation that is always the same, so without `when`."""
+    assert not operation.when
+    return _digest(operation[:-1])
 
 
 @lru_cache(maxsize=4096)
@@ -121,6 +127,24 @@ class ConsistencyChecker:
         check.checker = self
         self.past, self.history = self.history, fold(self.history, check.operation)
         self.digest_exchange.start(self.history)
+
+    def agree_soon(self, check: "ConsistencyCheck", digest: int) -> bool:
+        """Start to compare an operation of which the digest is known, and wait a moment for the other ranks.
+
+        Args:
+            check: of what this rank is about to do; not on its way.
+            digest: `digest_of` its operation.
+
+        Returns:
+            Whether all ranks have come to the same. Where not, wait for them and then verify the check.
+        """
+        self.number += 1
+        check.checker = self
+        self.past = past = self.history
+        self.history = history = (past * MULTIPLIER + digest) & MASK
+        exchange = self.digest_exchange
+        exchange.start(history)
+        return exchange.agree_soon()
 
     def note(self, operation: Operation) -> None:
         """Count an operation that is not compared; the next one that is compares it, too."""
@@ -225,8 +249,7 @@ class ConsistencyCheck:
             CollectiveTimeout: other ranks did not come; the group cannot be used again.
         """
         exchange: DigestExchange = self.checker.digest_exchange
-        yield_s = SHORT_YIELD_S if exchange.waits_for_messages else YIELD_S
-        if not backoff.wait_for(exchange.advance, exchange.sleep, yield_s=yield_s):
+        if not backoff.wait_for(exchange.advance, exchange.sleep, yield_s=exchange.yield_s):
             raise CollectiveTimeout(self._who_is_missing(backoff))
 
     def differs(self) -> bool:

@@ -40,7 +40,7 @@ _groups: "weakref.WeakSet[Group]" = weakref.WeakSet()  # of this process
 
 def _end_in_forked_process() -> None:
     for group in _groups:
-        group._usable = None
+        group.end_use()
 
 
 os.register_at_fork(after_in_child=_end_in_forked_process)
@@ -63,7 +63,7 @@ class Group:
         device: the transport of tensors on a GPU; None before the first one.
         pg_options: options of its NCCL communicator, if they are not the job's.
         streams: its own streams on GPUs.
-        known_calls: cached results of checks of calls that are repeated.
+        known_calls: cached results of checks of calls that are repeated; empty once it may not be used.
         checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
             it; see `mpisgd.collectives.staging_check`.
         num_owners: number of optimizers and other owners of operations on this group so far, by kind; see
@@ -168,6 +168,11 @@ class Group:
             raise self._why_unusable()
         return self._usable
 
+    def end_use(self) -> None:
+        """Let every use of this group raise from now on; known calls do not ask whether it may be used."""
+        self._usable = None
+        self.known_calls.clear()
+
     def _why_unusable(self) -> MpisgdError:
         if self._lost:
             return PeerLost(f"group '{self.name}' was abandoned: {self._lost}")
@@ -207,7 +212,8 @@ class Group:
         All its communicators have been revoked and all waits cancelled, so the threads end at once.
         """
         self._abandon(PeerLost(reason))
-        self._lost, self._usable = reason, None
+        self._lost = reason
+        self.end_use()
 
     def leave(self) -> None:
         """Give this group up, since one of its operations has failed on some member. Sends nothing.
@@ -217,7 +223,8 @@ class Group:
         self.queue.consistency.leave()
         self._abandon(NotInitialized(f"group '{self.name}' was destroyed"))
         self.queue.communicator.keep(self)
-        self._closed, self._usable = True, None
+        self._closed = True
+        self.end_use()
 
     def _abandon(self, error: MpisgdError) -> None:
         if self._resources is not None:
@@ -239,7 +246,8 @@ class Group:
             for transport in self._resources.transports:
                 transport.close()
             self._resources.queue.communicator.free()
-        self._closed, self._usable = True, None
+        self._closed = True
+        self.end_use()
 
 
 def _shortened(ranks: tuple[int, ...]) -> str:

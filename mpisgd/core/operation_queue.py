@@ -16,7 +16,7 @@ from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.core.consistency import ConsistencyChecker, Operation
 from mpisgd.core.owner import current_owner, owned_by
-from mpisgd.core.submission import Note, Submission
+from mpisgd.core.submission import Note, RepeatedOperation, Submission
 from mpisgd.core.work import QueuedWork, Work
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -174,6 +174,49 @@ class OperationQueue:
             return work
         work.wait()
         return None
+
+    def run_again(self, again: RepeatedOperation, tensor: Any) -> bool:
+        """Run an operation of a known form in this thread, if it is its turn and nothing else is to be done.
+
+        Small messages feel every call, so this is what `run` does with all that is not needed left out.
+
+        Args:
+            again: of this queue.
+            tensor: of this call, an ordinary one of the CPU.
+
+        Returns:
+            False where nothing was done and `run` is needed: something runs or is queued, is recorded, has
+            an owner or has failed, or ranks may be without data.
+        """
+        thread = threading.get_ident()
+        if (
+            tracing.sink is not None
+            or self.uneven is not None
+            or self.broken is not None
+            or self.communicator.only_thread not in (None, thread)
+            or current_owner() is not None
+            or not self._take_turn(thread)
+        ):
+            return False
+        try:
+            wait_registry.mark_communicating()
+            again.thread = thread
+            self.running = again
+            if again.first_part is not None:
+                again.first_part(tensor)
+            checker = self.consistency
+            if not checker.agree_soon(again, again.digest):
+                again.wait(Backoff(checker.timeout_s))
+                again.verify()
+            if again.rest is not None:
+                again.rest(tensor)
+        except BaseException as exc:
+            self._note_failure(again, exc)
+            raise
+        finally:
+            self.running = None
+            self._end_turn()
+        return True
 
     def note(self, operation: Operation) -> None:
         """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""

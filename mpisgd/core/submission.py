@@ -9,13 +9,13 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.call_site import call_site, site_of
-from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
+from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation, digest_of
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, Deadlock, MpisgdError, afresh
 from mpisgd.threads.waiting import Backoff
 
-__all__ = ["Note", "Submission", "call_site", "inference_mode_of"]
+__all__ = ["Note", "RepeatedOperation", "Submission", "call_site", "inference_mode_of"]
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -96,12 +96,13 @@ class Submission(ConsistencyCheck):
             self.begin(checker)
         else:
             self.thread = threading.get_ident()
-        if not checker.digest_exchange.advance():
+        if not (agreed := checker.digest_exchange.agree_soon()):
             limit_s = self._timeout_s
             self.wait(Backoff(limit_s or checker.timeout_s, own_limit=limit_s is not None))
         if self.span is not None:
             self.span.all_arrived()
-        self.verify()
+        if not agreed:
+            self.verify()
         try:
             self._act()
         except Deadlock:
@@ -133,3 +134,33 @@ class Note(Submission):
     def perform(self, checker: ConsistencyChecker) -> None:
         """Count it."""
         checker.note(self.operation)
+
+
+class RepeatedOperation(Submission):
+    """An operation of a form that is called again and again: what is the same each time is looked up once.
+
+    One call is on its way at a time. See `OperationQueue.run_again`.
+
+    Args:
+        operation: what the ranks must agree on.
+        first_part: is given the tensor of a call before the others hear of it; None: does nothing.
+        rest: is given it once all ranks have agreed; likewise.
+
+    Attributes:
+        digest: of the operation.
+        first_part: as given.
+        rest: as given.
+    """
+
+    __slots__ = ("digest", "first_part", "rest")
+
+    def __init__(
+        self,
+        operation: Operation,
+        first_part: Callable[[Any], object] | None = None,
+        rest: Callable[[Any], object] | None = None,
+    ) -> None:
+        super().__init__(operation, lambda: None, None, None, None, None, None)
+        self.digest = digest_of(operation)
+        self.first_part = first_part
+        self.rest = rest

@@ -149,17 +149,19 @@ class DigestExchange(Protocol):
     """How the ranks of a group learn the smallest and the largest of their digests. One at a time.
 
     Attributes:
-        waits_for_messages: whether the others exchange messages while this rank can do nothing, which takes
-            longer than to be woken.
+        yield_s: where cores are scarce, for so long a rank that waits yields its core before it sleeps.
     """
 
     @property
-    def waits_for_messages(self) -> bool:
+    def yield_s(self) -> float:
         """See above."""
-        return False
+        return 0.0
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
+
+    def agree_soon(self) -> bool:
+        """Go as far as is possible at once, or in a moment; return whether all have come with one digest."""
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""

@@ -12,7 +12,7 @@ The generator keeps alive what it passes the addresses of.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.interfaces.communicator import DigestExchange
 from mpisgd.memory_ranges import MemoryRange, Span
 
-__all__ = ["HostMemory", "HostTransport", "ReductionAtOnce", "Region", "Segment", "Steps"]
+__all__ = ["AtOnce", "HostMemory", "HostTransport", "Region", "Segment", "Steps"]
 
 Steps = Iterator[None]
+_Tensors = TypeVar("_Tensors", contravariant=True)
 
 
 class Segment(Protocol):
@@ -48,17 +49,17 @@ class Region(Protocol):
         """Those of all ranks of the host, in their order."""
 
 
-class ReductionAtOnce(Protocol):
-    """The all-reduce of small tensors of one form: the consistency check is the only meeting of the ranks.
+class AtOnce(Protocol[_Tensors]):
+    """An operation on small tensors of one form: the consistency check is the only meeting of the ranks.
 
-    The tensors hold their elements in order, as they are. One is on its way at a time.
+    The tensors hold their elements in order, as they are. One call is on its way at a time.
     """
 
-    def begin(self, tensor: Tensor) -> None:
-        """Do the first part of an operation: tell the others what `tensor` holds."""
+    def begin(self, tensors: _Tensors, /) -> None:
+        """Do the first part of an operation: tell the others what the tensors of this call hold."""
 
-    def finish(self, tensor: Tensor) -> None:
-        """Do the rest of it: combine everyone's into `tensor`."""
+    def finish(self, tensors: _Tensors, /) -> None:
+        """Do the rest of it: write the result into them."""
 
 
 class HostMemory(Protocol):
@@ -171,8 +172,16 @@ class HostTransport(Protocol):
         """Combine `flat` [n], of any reducible dtype, over the ranks, in place."""
         raise _missing(self, "all_reduce")
 
-    def all_reduce_at_once(self, numel: int, dtype: torch.dtype, op: ReduceOp) -> ReductionAtOnce | None:
+    def all_reduce_at_once(self, numel: int, dtype: torch.dtype, op: ReduceOp) -> AtOnce[Tensor] | None:
         """Return the `all_reduce` of [numel] where it needs no steps after the first part; else None."""
+        return None
+
+    def broadcast_at_once(self, nbytes: int, root: int) -> AtOnce[Tensor] | None:
+        """Return the `broadcast` of so many bytes likewise."""
+        return None
+
+    def all_gather_at_once(self, nbytes: int) -> AtOnce[tuple[Tensor, Tensor]] | None:
+        """Return the `all_gather` of so many bytes of each rank likewise, of (output, input)."""
         return None
 
     def all_reduce_now(self, flat: Tensor, op: ReduceOp, region: Region | None = None) -> None:

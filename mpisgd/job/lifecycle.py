@@ -269,7 +269,8 @@ def world() -> Group:
 def group_or_world(group: Group | None) -> Group:
     """Return `group`, or the world for None."""
     if group is None:
-        return current_job().world
+        job = job_place().job
+        return (job or current_job()).world
     if not isinstance(group, Group):
         raise InvalidArgument(
             f"group is a {type(group).__name__}; expected one of mpisgd.new_group()'s, or None for all ranks"

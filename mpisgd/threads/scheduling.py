@@ -18,6 +18,7 @@ __all__ = [
     "Cancellation",
     "Scheduler",
     "install",
+    "is_installed",
     "join",
     "now_s",
     "runs",
@@ -74,6 +75,11 @@ def install(new: Scheduler | None) -> None:
     """Let this one decide from now on; None: the system."""
     global _installed
     _installed = new
+
+
+def is_installed() -> bool:
+    """Return whether one decides, be it of this thread or of others."""
+    return _installed is not None
 
 
 def scheduler() -> Scheduler | None:

@@ -16,6 +16,7 @@ from mpisgd.threads.scheduling import Cancellation
 from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = [
+    "BUSY_S",
     "SHORT_YIELD_S",
     "YIELD_S",
     "Backoff",

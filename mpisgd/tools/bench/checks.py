@@ -36,7 +36,7 @@ class _BareChecker(ConsistencyChecker):
         if before is not None:
             before()
         check.checker = self
-        self.digest_exchange.start(0)
+        self.digest_exchange.start(self.number)
 
 
 class _Switch:

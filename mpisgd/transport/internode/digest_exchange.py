@@ -4,6 +4,7 @@ On each host the ranks arrive at the control block; when all have, the first of 
 the other hosts, and at the end publishes the result for the others.
 """
 
+from mpisgd.threads.waiting import SHORT_YIELD_S, YIELD_S
 from mpisgd.transport.internode.doubling_exchange import DoublingExchange
 from mpisgd.transport.internode.leader_exchange import LeaderExchange
 from mpisgd.transport.ipc.control_block import ControlBlock
@@ -37,9 +38,9 @@ class InternodeDigestExchange:
         self._between_started = False
 
     @property
-    def waits_for_messages(self) -> bool:
-        """Whether the first rank of the host has to get the result for this one."""
-        return self._between is None
+    def yield_s(self) -> float:
+        """Shorter where the first rank of the host exchanges messages meanwhile, which takes a while."""
+        return SHORT_YIELD_S if self._between is None else YIELD_S
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
@@ -53,6 +54,13 @@ class InternodeDigestExchange:
         assert self._between is not None
         self._between.start(low, high)
         self._between_started = True
+
+    def agree_soon(self) -> bool:
+        """Go as far as possible without waiting; return whether all have come with one digest."""
+        if not self.advance():
+            return False
+        low, high = self.extremes()
+        return low == high
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""

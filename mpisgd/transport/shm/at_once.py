@@ -1,6 +1,6 @@
-"""`AllReduceAtOnce`: every rank combines the whole of a small message for itself.
+"""Small messages, for which the consistency check is the only barrier.
 
-Reading more takes less time than one more barrier: the consistency check is the only one.
+In an all-reduce every rank combines the whole for itself: reading more takes less time than one more barrier.
 """
 
 import torch
@@ -13,7 +13,7 @@ from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.staging_memory import StagingMemory
 from mpisgd.transport.torch_reduction import combine_in_rank_order, divide
 
-__all__ = ["AT_ONCE_BYTES", "AllReduceAtOnce", "goes_at_once"]
+__all__ = ["AT_ONCE_BYTES", "AllGatherAtOnce", "AllReduceAtOnce", "BroadcastAtOnce", "goes_at_once"]
 
 # Below this every rank adds up everything.
 AT_ONCE_BYTES = 2**19
@@ -26,7 +26,7 @@ def goes_at_once(nbytes: int, size: int) -> bool:
 
 
 class AllReduceAtOnce:
-    """The all-reduce of small messages of one form. See `mpisgd.interfaces.host_transport.ReductionAtOnce`.
+    """The all-reduce of small messages of one form. See `mpisgd.interfaces.host_transport.AtOnce`.
 
     Args:
         shm: the staging memory of the host.
@@ -40,13 +40,14 @@ class AllReduceAtOnce:
     def __init__(self, shm: StagingMemory, numel: int, dtype: torch.dtype, op: ReduceOp) -> None:
         self._shm = shm
         self._op = op
+        self._mine = [addresses[shm.rank] for addresses in shm.addresses]
         self._nbytes = numel * dtype.itemsize
         self._form = numel, dtype
         self._sums = shm.small_sums(numel, dtype) if op in (ReduceOp.SUM, ReduceOp.AVG) else (None, None)
 
     def begin(self, tensor: Tensor) -> None:
         """Write the elements of `tensor` for the others."""
-        copy_bytes(self._shm.next_addresses()[self._shm.rank], tensor.data_ptr(), self._nbytes)
+        copy_bytes(self._mine[self._shm.turn ^ 1], tensor.data_ptr(), self._nbytes)
 
     def finish(self, tensor: Tensor) -> None:
         """Combine everyone's into `tensor`."""
@@ -55,7 +56,8 @@ class AllReduceAtOnce:
         if (total := self._sums[shm.turn]) is None:
             combine_in_rank_order(shm.pieces(*self._form), op, out=flattened(tensor))
             return
-        copy_bytes(tensor.data_ptr(), total.address(), self._nbytes)
+        total.add()
+        copy_bytes(tensor.data_ptr(), total.address, self._nbytes)
         if op is ReduceOp.AVG:
             divide(tensor.detach(), shm.size)
 
@@ -64,3 +66,58 @@ class AllReduceAtOnce:
         self.begin(tensor)
         yield
         self.finish(tensor)
+
+
+class BroadcastAtOnce:
+    """The broadcast of small messages of one size.
+
+    Args:
+        shm: the staging memory of the host.
+        nbytes: of the message.
+        root: whose it is.
+    """
+
+    def __init__(self, shm: StagingMemory, nbytes: int, root: int) -> None:
+        self._shm = shm
+        self._nbytes = nbytes
+        self._is_root = shm.rank == root
+        self._of_root = [addresses[root] for addresses in shm.addresses]
+
+    def begin(self, tensor: Tensor) -> None:
+        """Write the elements of root's `tensor` for the others."""
+        if self._is_root:
+            copy_bytes(self._of_root[self._shm.turn ^ 1], tensor.data_ptr(), self._nbytes)
+
+    def finish(self, tensor: Tensor) -> None:
+        """Copy them into everyone's."""
+        shm = self._shm
+        shm.swap_buffers()
+        if not self._is_root:
+            copy_bytes(tensor.data_ptr(), self._of_root[shm.turn], self._nbytes)
+
+
+class AllGatherAtOnce:
+    """The all-gather of small messages of one size into one tensor.
+
+    Args:
+        shm: the staging memory of the host.
+        nbytes: of each rank's message.
+    """
+
+    def __init__(self, shm: StagingMemory, nbytes: int) -> None:
+        self._shm = shm
+        self._nbytes = nbytes
+        self._mine = [addresses[shm.rank] for addresses in shm.addresses]
+
+    def begin(self, tensors: tuple[Tensor, Tensor]) -> None:
+        """Write the elements of the second of (output, input) for the others."""
+        copy_bytes(self._mine[self._shm.turn ^ 1], tensors[1].data_ptr(), self._nbytes)
+
+    def finish(self, tensors: tuple[Tensor, Tensor]) -> None:
+        """Copy everyone's into the first."""
+        shm, nbytes = self._shm, self._nbytes
+        shm.swap_buffers()
+        out = tensors[0].data_ptr()
+        for address in shm.addresses[shm.turn]:
+            copy_bytes(out, address, nbytes)
+            out += nbytes

@@ -20,7 +20,13 @@ from mpisgd.transport.ipc.control_block import CONTROL_BYTES, ControlBlock
 from mpisgd.transport.ipc.segment import Segment, open_segment
 from mpisgd.transport.members import Members
 from mpisgd.transport.shm import data_movement, reduction
-from mpisgd.transport.shm.at_once import AllReduceAtOnce, goes_at_once
+from mpisgd.transport.shm.at_once import (
+    AT_ONCE_BYTES,
+    AllGatherAtOnce,
+    AllReduceAtOnce,
+    BroadcastAtOnce,
+    goes_at_once,
+)
 from mpisgd.transport.shm.region import Region, combine_chunks
 from mpisgd.transport.shm.staging_memory import StagingMemory
 from mpisgd.transport.staging_layout import BUFFER_BYTES
@@ -121,6 +127,14 @@ class ShmTransport(StagingMemory, HostTransport):
         if not goes_at_once(numel * dtype.itemsize, self.size):
             return None
         return AllReduceAtOnce(self, numel, dtype, op)
+
+    def broadcast_at_once(self, nbytes: int, root: int) -> BroadcastAtOnce | None:
+        """See `HostTransport`."""
+        return BroadcastAtOnce(self, nbytes, root) if nbytes <= AT_ONCE_BYTES else None
+
+    def all_gather_at_once(self, nbytes: int) -> AllGatherAtOnce | None:
+        """See `HostTransport`."""
+        return AllGatherAtOnce(self, nbytes) if goes_at_once(nbytes, self.size) else None
 
     def all_reduce_now(self, flat: Tensor, op: ReduceOp, region: AnyRegion | None = None) -> None:
         """See `HostTransport`.

@@ -164,6 +164,28 @@ def test_tensors_are_unchanged_by_a_disagreement():
     assert torch.equal(mine, torch.arange(4.0) + mpisgd.rank())
 
 
+def test_calls_that_were_repeated_are_compared_like_the_first():
+    """Nothing is left out of the comparison of a call whose form is known; the error has its own line."""
+    mine, odd = x() + mpisgd.rank(), mpisgd.rank() == 0
+    for _ in range(3):
+        mpisgd.all_reduce(mine.clone())
+        mpisgd.all_reduce(mine.clone(), "avg")
+        mpisgd.broadcast(mine.clone(), 0)
+        mpisgd.broadcast(mine.clone(), 1)
+    for one, others, words in (
+        (lambda: mpisgd.all_reduce(mine), lambda: mpisgd.all_reduce(mine, "avg"), ["op=SUM", "op=AVG"]),
+        (lambda: mpisgd.broadcast(mine, 1), lambda: mpisgd.broadcast(mine, 0), ["root=1", "root=0"]),
+        (lambda: mpisgd.barrier(), lambda: mpisgd.all_reduce(mine), ["barrier", "all_reduce"]),
+    ):
+        with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+            one() if odd else others()
+        found = [f"test_consistency.py:{call.__code__.co_firstlineno} in <lambda>" for call in (one, others)]
+        missing = [word for word in (*words, *found) if word not in caught.text]
+        everyone(not missing, f"{missing} not in {caught.text}")
+        everyone(torch.equal(mine, x() + mpisgd.rank()), f"{mine}")
+    mpisgd.barrier()
+
+
 def test_a_rank_that_skips_a_call_is_found_at_the_next_one():
     """Everyone is in all_reduce, but not in the same one: the history differs, not the call."""
     if mpisgd.rank() == 0:

@@ -146,6 +146,18 @@ def test_groups_can_be_closed_and_the_job_keeps_nothing_of_them():
     everyone(len(current_job().groups) == before, "the job has kept groups")
 
 
+def test_a_closed_group_is_not_used_by_calls_that_it_knows():
+    """What is remembered of a call goes on to the queue of the group without asking for it."""
+    group = mpisgd.new_group()
+    calls = [COLLECTIVES[name] for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "barrier")]
+    for call in (*calls, *calls):
+        call(group)
+    mpisgd.close_group(group)
+    for call in calls:
+        with raises_everywhere(mpisgd.NotInitialized):
+            call(group)
+
+
 def test_a_group_that_nobody_closes_is_kept_on_its_members_alone():
     before = len(current_job().groups)
     group = mpisgd.new_group([0])

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from mpisgd import tracing
 from mpisgd.core.consistency import Operation
 from mpisgd.core.operation_queue import OperationQueue
+from mpisgd.core.owner import Owner, owned_by
+from mpisgd.core.submission import RepeatedOperation
 from mpisgd.errors import CollectiveTimeout, MpiFailed
 
 
@@ -28,6 +31,9 @@ class Alone:
         self.digest = digest
 
     def advance(self) -> bool:
+        return True
+
+    def agree_soon(self) -> bool:
         return True
 
     def extremes(self) -> tuple[int, int]:
@@ -204,3 +210,71 @@ def test_the_line_that_called_an_operation_is_found_while_something_else_runs_in
     thread.join()
     assert len({*sites}) == 1
     assert sites[0].startswith(f"{__file__}:{call.__code__.co_firstlineno + 1} in call"), sites
+
+
+def test_an_operation_of_a_known_form_is_the_same_as_any_other():
+    """To the other ranks, to whoever looks at the queue, and in the number of operations."""
+    queue, other, seen = make_queue(), make_queue(), []
+    operation = Operation("all_reduce", "SUM", "float32", (3,))
+    again = RepeatedOperation(
+        operation,
+        lambda given: seen.append(("first", given, queue.consistency.number)),
+        lambda given: seen.append(("rest", given, queue.running.operation, queue.running.site())),
+    )
+    for given in range(2):
+        assert queue.run_again(again, given)  # here
+        other.run(operation, lambda: None)
+        assert queue.running is None
+    assert [entry[:2] for entry in seen] == [("first", 0), ("rest", 0), ("first", 1), ("rest", 1)]
+    assert seen[1][2] == operation
+    line = test_an_operation_of_a_known_form_is_the_same_as_any_other.__code__.co_firstlineno + 10
+    assert seen[1][3].startswith(f"{__file__}:{line} in test_an_operation"), seen
+    assert vars(queue.consistency).items() >= {"number": 2, "history": other.consistency.history}.items()
+    assert queue.consistency.past == other.consistency.past
+
+
+def test_what_is_more_than_the_operation_itself_is_left_to_run(monkeypatch):
+    """An owner, a timeline, ranks without data, a failure, another thread than may call, one before it."""
+    queue, done = make_queue(), []
+    again = RepeatedOperation(Operation("barrier"), done.append, done.append)
+    with owned_by(Owner("optimizer", 1, "SGD", "")):
+        assert not queue.run_again(again, 0)
+    for place, name, value in (
+        (tracing, "sink", object()),
+        (queue, "uneven", object()),
+        (queue, "broken", MpiFailed("before")),
+        (queue.communicator, "only_thread", threading.get_ident() + 1),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            assert not queue.run_again(again, 0), name
+    started, go = threading.Event(), threading.Event()
+    queue.run(Operation("first"), lambda: (started.set(), go.wait(5.0)), async_op=True)
+    assert started.wait(5.0)
+    assert not queue.run_again(again, 0)
+    go.set()
+    queue.drain()
+    queue.run(Operation("outer"), lambda: done.append(queue.run_again(again, 0)))
+    assert done == [False]
+    assert queue.consistency.number == 2
+    assert queue.run_again(again, 1)
+    assert done == [False, 1, 1]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_failure_of_a_known_form_breaks_the_queue(part):
+    queue = make_queue()
+
+    def fail(given: int) -> None:
+        raise OSError("no memory")
+
+    parts = [lambda given: None] * 2
+    parts[part] = fail
+    again = RepeatedOperation(Operation("reduce"), *parts)
+    with pytest.raises(OSError, match="no memory"):
+        queue.run_again(again, 0)
+    assert queue.running is None
+    assert not queue.run_again(again, 0)
+    with pytest.raises(MpiFailed, match="cannot be used any more"):
+        queue.run(Operation("barrier"), lambda: None)
+    queue.drain()

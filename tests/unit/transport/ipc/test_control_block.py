@@ -132,3 +132,26 @@ def test_of_more_ranks_than_there_is_room_for_nobody_says_that_it_sleeps(monkeyp
     last.sleep_until_reached(40, [0], 1, 0.001)
     assert seen == [bytes(CONTROL_BYTES + 8)]
     assert first._somebody_sleeps()
+
+
+@pytest.mark.parametrize("scarce", [True, False])
+def test_ranks_agree_soon_only_where_all_have_come_with_the_same_digest(scarce):
+    """And what one of them has left behind two exchanges ago is not taken for its digest now."""
+    before = waiting.is_oversubscribed()
+    waiting.set_oversubscribed(scarce)
+    try:
+        first, second, third = blocks_of(3)
+        for digest in (7, 8):
+            first.start(digest)
+            second.start(digest)
+            assert not first.agree_soon()
+            third.start(digest)
+            assert all(block.agree_soon() for block in (first, second, third))
+        first.start(9)
+        assert not first.agree_soon()
+        second.start(9)
+        third.start(10)
+        assert not any(block.agree_soon() for block in (first, second, third))
+        assert all(block.advance() and block.extremes() == (9, 10) for block in (first, second, third))
+    finally:
+        waiting.set_oversubscribed(before)

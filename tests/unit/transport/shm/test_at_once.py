@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.shm import at_once
-from mpisgd.transport.shm.at_once import AllReduceAtOnce
+from mpisgd.transport.shm.at_once import AllGatherAtOnce, AllReduceAtOnce, BroadcastAtOnce
 from mpisgd.transport.shm.staging_memory import StagingMemory
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
@@ -71,8 +72,9 @@ def test_numpy_adds_up_where_torch_would_need_many_calls(monkeypatch):
         reduced(4, [torch.full((3,), float(rank)) for rank in range(4)], ReduceOp.SUM)[2].tolist()
         == [6.0] * 3
     )
+    assert reduced(2, [torch.ones(3)] * 2, ReduceOp.SUM)[0].tolist() == [2.0] * 3
     with pytest.raises(TypeError):
-        reduced(2, [torch.ones(3)] * 2, ReduceOp.SUM)
+        reduced(2, [torch.ones(3)] * 2, ReduceOp.MAX)
 
 
 @pytest.mark.parametrize("values", [[3e38, 3e38, 1.0], [float("inf"), float("-inf"), 0.0]])
@@ -90,3 +92,31 @@ def test_any_shape_and_a_parameter():
     assert results[0].tolist() == [[1.0] * 3] * 2
     scalars = reduced(3, [torch.tensor(float(rank)) for rank in range(3)], ReduceOp.AVG)
     assert [mine.item() for mine in scalars] == [1.0] * 3
+
+
+def play(pairs: list[tuple[Any, Any]]) -> None:
+    """Do what each rank does before all have come, and then the rest."""
+    for operation, tensors in pairs:
+        operation.begin(tensors)
+    for operation, tensors in pairs:
+        operation.finish(tensors)
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_a_broadcast_leaves_the_tensor_of_root_alone(root):
+    operations = [BroadcastAtOnce(shm, 12, root) for shm in ranks_of(3)]
+    for turn in range(3):
+        tensors = [torch.full((3,), 10.0 * turn + rank) for rank in range(3)]
+        play(list(zip(operations, tensors, strict=True)))
+        assert [mine.tolist() for mine in tensors] == [[10.0 * turn + root] * 3] * 3
+
+
+def test_an_all_gather_may_come_from_where_it_goes_to():
+    """As a rank's own slice of the output, or as that of another rank, which is overwritten."""
+    operations = [AllGatherAtOnce(shm, 8) for shm in ranks_of(3)]
+    for turn in range(3):
+        outputs = [torch.full((6,), 10.0 * turn + rank) for rank in range(3)]
+        inputs = [outputs[0][:2], outputs[1][:2], torch.full((2,), 10.0 * turn + 2)]
+        play(list(zip(operations, zip(outputs, inputs, strict=True), strict=True)))
+        wanted = [10.0 * turn + rank for rank in (0, 0, 1, 1, 2, 2)]
+        assert [mine.tolist() for mine in outputs] == [wanted] * 3
