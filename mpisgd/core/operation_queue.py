@@ -248,7 +248,7 @@ class OperationQueue:
     def _end_turn(self) -> None:
         with self._lock:
             self._busy = None
-            if self._thread is not None:
+            if self._thread is not None and (self._queue or self._closing):  # else it has nothing to do
                 self._changed.notify_all()
 
     def _perform(self, submission: Submission) -> None:

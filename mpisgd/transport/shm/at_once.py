@@ -11,7 +11,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.interfaces.host_transport import Steps
 from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.staging_memory import StagingMemory
-from mpisgd.transport.torch_reduction import combine_in_rank_order, divide
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["AT_ONCE_BYTES", "AllGatherAtOnce", "AllReduceAtOnce", "BroadcastAtOnce", "goes_at_once"]
 
@@ -43,7 +43,8 @@ class AllReduceAtOnce:
         self._mine = [addresses[shm.rank] for addresses in shm.addresses]
         self._nbytes = numel * dtype.itemsize
         self._form = numel, dtype
-        self._sums = shm.small_sums(numel, dtype) if op in (ReduceOp.SUM, ReduceOp.AVG) else (None, None)
+        adds, averages = op in (ReduceOp.SUM, ReduceOp.AVG), op is ReduceOp.AVG
+        self._sums = shm.small_sums(numel, dtype, averages=averages) if adds else (None, None)
 
     def begin(self, tensor: Tensor) -> None:
         """Write the elements of `tensor` for the others."""
@@ -51,15 +52,13 @@ class AllReduceAtOnce:
 
     def finish(self, tensor: Tensor) -> None:
         """Combine everyone's into `tensor`."""
-        shm, op = self._shm, self._op
+        shm = self._shm
         shm.swap_buffers()
         if (total := self._sums[shm.turn]) is None:
-            combine_in_rank_order(shm.pieces(*self._form), op, out=flattened(tensor))
+            combine_in_rank_order(shm.pieces(*self._form), self._op, out=flattened(tensor))
             return
         total.add()
         copy_bytes(tensor.data_ptr(), total.address, self._nbytes)
-        if op is ReduceOp.AVG:
-            divide(tensor.detach(), shm.size)
 
     def steps(self, tensor: Tensor) -> Steps:
         """Do both as the steps of an operation."""

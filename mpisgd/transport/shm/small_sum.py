@@ -2,7 +2,7 @@
 
 import contextvars
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +25,19 @@ MIN_COLUMNS = 2
 
 
 def small_sums(
-    addresses: Sequence[Sequence[int]], numel: int, dtype: torch.dtype
+    addresses: Sequence[Sequence[int]], numel: int, dtype: torch.dtype, *, averages: bool
 ) -> "Sequence[SmallSum | None]":
-    """Return for each turn the sum of [numel] at every rank's address; None where torch is to add it up."""
+    """Return for each turn the sum of [numel] at every rank's address; None where torch is to add it up.
+
+    Args:
+        addresses: for each turn, of every rank.
+        numel: of each rank's message.
+        dtype: of the elements.
+        averages: whether the sum is divided by the number of ranks.
+    """
     fits = KEEPS_SETTINGS_IN_CONTEXTS and dtype in NUMPY_DTYPES and 0 < numel * dtype.itemsize <= MAX_BYTES
-    return [SmallSum.of(everyones, numel, dtype) if fits else None for everyones in addresses]
+    fits &= dtype.is_floating_point or not averages
+    return [SmallSum.of(everyones, numel, dtype, averages) if fits else None for everyones in addresses]
 
 
 class SmallSum:
@@ -38,25 +46,29 @@ class SmallSum:
     The bits are those of `combine_in_rank_order`.
 
     Attributes:
-        add: adds up.
+        add: adds up, and divides where it averages.
         address: where the sum lies until the next one is taken.
     """
 
-    def __init__(self, rows: "np.ndarray[tuple[int, int], np.dtype[np.generic]]") -> None:
+    def __init__(self, rows: Any, averages: bool) -> None:
         total = np.empty(rows.shape[1], rows.dtype)
         self.address: int = total.ctypes.data
         # numpy warns of overflow and NaN; torch does not, and what lies beside a single number may be any
         # bytes. A context costs a tenth of `np.errstate`.
         context = contextvars.Context()
         context.run(np.seterr, all="ignore")
-        in_silence: Any = context.run
         if len(rows) == 2:  # a third of the time of `reduce`
-            self.add = partial(in_silence, np.add, rows[0], rows[1], total)
+            add: Callable[[], Any] = partial(np.add, rows[0], rows[1], total)
         else:
-            self.add = partial(in_silence, np.add.reduce, rows, 0, None, total)
+            add = partial(np.add.reduce, rows, 0, None, total)
+        if averages:
+            add = partial(_in_turn, add, partial(np.divide, total, rows.dtype.type(len(rows)), total))
+        self.add: Callable[[], Any] = partial(context.run, add)
 
     @classmethod
-    def of(cls, addresses: Sequence[int], numel: int, dtype: torch.dtype) -> "SmallSum | None":
+    def of(
+        cls, addresses: Sequence[int], numel: int, dtype: torch.dtype, averages: bool
+    ) -> "SmallSum | None":
         """Return the sum of what lies there; None where it does not lie at equal distances."""
         step = addresses[1] - addresses[0]
         if step <= 0 or list(addresses) != list(range(addresses[0], addresses[-1] + 1, step)):
@@ -64,4 +76,9 @@ class SmallSum:
         columns, of = max(numel, MIN_COLUMNS), np.dtype(NUMPY_DTYPES[dtype])
         nbytes = addresses[-1] - addresses[0] + columns * of.itemsize
         memory = memoryview((ctypes.c_byte * nbytes).from_address(addresses[0])).cast("B")
-        return cls(np.ndarray((len(addresses), columns), of, memory, 0, (step, of.itemsize)))
+        return cls(np.ndarray((len(addresses), columns), of, memory, 0, (step, of.itemsize)), averages)
+
+
+def _in_turn(*calls: Callable[[], Any]) -> None:
+    for call in calls:
+        call()

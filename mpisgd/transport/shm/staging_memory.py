@@ -27,7 +27,7 @@ class StagingMemory:
         size: how many ranks there are.
         turn: which buffers are the current ones.
         addresses: for each turn where every rank's buffer begins.
-        small_sums: of the number of elements and the dtype; see there.
+        small_sums: of the number of elements, the dtype and `averages`; see there.
     """
 
     def __init__(self, buffers: Sequence[Sequence[Tensor]], rank: int) -> None:
