@@ -14,12 +14,11 @@ from mpisgd.collectives.dispatch import (
     KnownCall,
     device_backend,
     device_kind,
-    known_call,
+    known_transfer,
     operation_on,
     remember,
     run,
     run_at_once,
-    transport_for,
 )
 from mpisgd.collectives.packing import own_part
 from mpisgd.collectives.tensor_arguments import (
@@ -177,11 +176,14 @@ def all_gather_into_tensor(
 
 def _check_call(group: Group, output: Tensor, tensor: Tensor) -> KnownCall:
     """Return what is known of calls on tensors of the CPU that lie in order."""
-    operation = operation_on("all_gather_into_tensor", tensor)
-    row = ALL_GATHER_INTO
-    transport = transport_for(group, row.name, None, output.nbytes, tuned=row.tuned)
-    at_once = None if transport is None else transport.all_gather_at_once(tensor.nbytes)
-    return known_call(group, operation, transport, at_once)
+    operation, nbytes = operation_on("all_gather_into_tensor", tensor), tensor.nbytes
+    return known_transfer(
+        group,
+        ALL_GATHER_INTO,
+        operation,
+        output.nbytes,
+        lambda transport: transport.all_gather_at_once(nbytes),
+    )
 
 
 def check_gathered(name: str, output: Tensor, tensor: Tensor, size: int) -> None:

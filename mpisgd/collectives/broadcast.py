@@ -10,12 +10,11 @@ from mpisgd.collectives.dispatch import (
     Call,
     Collective,
     KnownCall,
-    known_call,
+    known_transfer,
     operation_on,
     remember,
     run,
     run_at_once,
-    transport_for,
 )
 from mpisgd.collectives.packing import messages_of
 from mpisgd.collectives.tensor_arguments import check_output, lies_in_order
@@ -70,9 +69,9 @@ def _check_call(group: Group, tensor: Tensor, src: int) -> KnownCall:
     """Return what is known of calls on tensors of the CPU that lie in order."""
     root, nbytes = group.group_rank("broadcast", "src", src), tensor.nbytes
     operation = operation_on("broadcast", tensor, root=root)
-    transport = transport_for(group, BROADCAST.name, None, nbytes, tuned=BROADCAST.tuned)
-    at_once = None if transport is None else transport.broadcast_at_once(nbytes, root)
-    return known_call(group, operation, transport, at_once)
+    return known_transfer(
+        group, BROADCAST, operation, nbytes, lambda transport: transport.broadcast_at_once(nbytes, root)
+    )
 
 
 def _mpi(call: Call) -> None:

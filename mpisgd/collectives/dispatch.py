@@ -48,6 +48,7 @@ __all__ = [
     "device_backend",
     "device_kind",
     "known_call",
+    "known_transfer",
     "link_of",
     "operation_on",
     "remember",
@@ -272,6 +273,26 @@ def known_call(
     again = RepeatedOperation(operation, at_once.begin, at_once.finish)
     run_again = _never if group.checks_staging else partial(group.queue.run_again, again)
     return KnownCall(operation, run_again, at_once, transport)
+
+
+def known_transfer(
+    group: Group,
+    row: Collective,
+    operation: Operation,
+    nbytes: int,
+    at_once: Callable[[HostTransport], AtOnce[Any] | None],
+) -> KnownCall:
+    """Return what is known of calls on the host that only move data, by the transport that `run` takes.
+
+    Args:
+        group: of the operation.
+        row: what the collective is.
+        operation: what the ranks must agree on.
+        nbytes: as for `run`.
+        at_once: tells how a transport does it without steps.
+    """
+    transport = transport_for(group, row.name, None, nbytes, tuned=row.tuned)
+    return known_call(group, operation, transport, None if transport is None else at_once(transport))
 
 
 def _never(_: Any) -> bool:
