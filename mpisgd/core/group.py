@@ -40,7 +40,7 @@ _groups: "weakref.WeakSet[Group]" = weakref.WeakSet()  # of this process
 
 def _end_in_forked_process() -> None:
     for group in _groups:
-        group.end_use()
+        group._end_use()
 
 
 os.register_at_fork(after_in_child=_end_in_forked_process)
@@ -168,7 +168,7 @@ class Group:
             raise self._why_unusable()
         return self._usable
 
-    def end_use(self) -> None:
+    def _end_use(self) -> None:
         """Let every use of this group raise from now on; known calls do not ask whether it may be used."""
         self._usable = None
         self.known_calls.clear()
@@ -213,7 +213,7 @@ class Group:
         """
         self._abandon(PeerLost(reason))
         self._lost = reason
-        self.end_use()
+        self._end_use()
 
     def leave(self) -> None:
         """Give this group up, since one of its operations has failed on some member. Sends nothing.
@@ -224,7 +224,7 @@ class Group:
         self._abandon(NotInitialized(f"group '{self.name}' was destroyed"))
         self.queue.communicator.keep(self)
         self._closed = True
-        self.end_use()
+        self._end_use()
 
     def _abandon(self, error: MpisgdError) -> None:
         if self._resources is not None:
@@ -247,7 +247,7 @@ class Group:
                 transport.close()
             self._resources.queue.communicator.free()
         self._closed = True
-        self.end_use()
+        self._end_use()
 
 
 def _shortened(ranks: tuple[int, ...]) -> str:
