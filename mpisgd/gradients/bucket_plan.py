@@ -57,6 +57,16 @@ class BucketSlot(NamedTuple):
         """How each of them lies there."""
         return self.storage.layouts
 
+    def in_place(self, params: Sequence[Tensor]) -> list[int]:
+        """Return the parameters whose gradients lie where they travel; none where owners have them."""
+        grads = {i: params[i].grad for i in self.bucket.indices}
+        dense = {i: grad for i, grad in grads.items() if grad is not None and not grad.is_sparse}
+        if not dense:  # they may be at their owners, and what has travelled is freed then
+            return []
+        first = self.storage.flat.data_ptr()
+        last = first + self.storage.flat.nbytes
+        return [i for i, grad in dense.items() if first <= grad.data_ptr() < last]
+
 
 class BucketPlan(NamedTuple):
     """What every rank of a group does with the gradients of its parameters.

@@ -27,7 +27,6 @@ from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument, MpisgdError
 from mpisgd.gradients.attempts import Attempts
-from mpisgd.gradients.bucket_plan import BucketSlot
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.current_plan import CurrentPlan
 from mpisgd.gradients.destination import Destination, Everyone
@@ -213,9 +212,8 @@ class GradientReducer(GradientSync):
             self._launcher.undo_division(in_flight)
             if self._is_once:  # what lay where it was reduced is reduced now
                 slots = [in_flight.slots[place] for place in in_flight.launched]
-                self._last.reduced.note_further(
-                    self.params, [i for slot in slots for i in _in_place(slot, self.params)]
-                )
+                indices = [index for slot in slots for index in slot.in_place(self.params)]
+                self._last.reduced.note_further(self.params, indices)
         if not is_known:
             self._give_up(name)
 
@@ -394,14 +392,3 @@ class GradientReducer(GradientSync):
     def check_unchanged(self, when: str) -> None:
         """See `LastReduction`."""
         self._last.check_unchanged(self.params, self.group, self.owner, when)
-
-
-def _in_place(slot: BucketSlot, params: Sequence[Tensor]) -> list[int]:
-    """Return the parameters of a bucket whose gradients lie where they travel."""
-    grads = {i: params[i].grad for i in slot.bucket.indices}
-    dense = {i: grad for i, grad in grads.items() if grad is not None and not grad.is_sparse}
-    if not dense:  # they may be at their owners, and what has travelled is freed then
-        return []
-    first = slot.storage.flat.data_ptr()
-    last = first + slot.storage.flat.nbytes
-    return [i for i, grad in dense.items() if first <= grad.data_ptr() < last]

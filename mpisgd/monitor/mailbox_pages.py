@@ -2,7 +2,7 @@
 
 A file without a name that the ranks share (see `mpisgd.transport.ipc.memfd`). Each has a page of words, room
 for an answer and room for a notice. Other processes of the same user find it through /proc
-(`mpisgd.monitor.job_finder`); nothing here loads torch, for which they would wait.
+(`mpisgd.tools.cli.job_finder`); nothing here loads torch, for which they would wait.
 """
 
 import mmap

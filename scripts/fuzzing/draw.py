@@ -35,7 +35,7 @@ from fuzzing.draw_closures import with_closures
 from fuzzing.draw_sharded import in_files, with_codes, with_masters
 from mpisgd.methods.catalogue import text_of
 from mpisgd.tools.verification.programs.contract import violation
-from mpisgd.tools.verification.programs.program import (
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Broadcast,
@@ -45,9 +45,6 @@ from mpisgd.tools.verification.programs.program import (
     Event,
     FailedBackward,
     Join,
-    Layer,
-    Optimizer,
-    Program,
     Reload,
     RunOut,
     SetFrozen,
@@ -57,6 +54,7 @@ from mpisgd.tools.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program
 
 __all__ = ["MAX_RANKS", "draw"]
 

@@ -9,16 +9,8 @@ import torch
 
 import mpisgd
 from mpisgd.methods.catalogue import text_of
-from mpisgd.tools.verification.programs.program import (
-    ONE_BIT,
-    Backward,
-    Clip,
-    Event,
-    Program,
-    SetGradient,
-    Step,
-    Synchronize,
-)
+from mpisgd.tools.verification.programs.events import Backward, Clip, Event, SetGradient, Step, Synchronize
+from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 
 __all__ = ["with_closures"]
 

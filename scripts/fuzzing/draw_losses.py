@@ -6,8 +6,9 @@ import random
 from dataclasses import replace
 
 from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.events import Broadcast, Commit, Event, Lose
 from mpisgd.tools.verification.programs.lost_ranks import NOT_UNDONE
-from mpisgd.tools.verification.programs.program import Broadcast, Commit, Event, Lose, Program
+from mpisgd.tools.verification.programs.program import Program
 
 __all__ = ["loses", "with_losses"]
 

@@ -7,22 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from mpisgd.tools.verification.programs.contract import violation
-from mpisgd.tools.verification.programs.program import (
-    ONE_BIT,
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Convert,
     Event,
     FailedBackward,
-    Layer,
     Lose,
-    Optimizer,
-    Program,
     Reload,
     SetFrozen,
     SetGradient,
     Step,
 )
+from mpisgd.tools.verification.programs.program import ONE_BIT, Layer, Optimizer, Program
 
 __all__ = ["candidates", "shrink"]
 

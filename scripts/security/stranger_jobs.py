@@ -17,7 +17,7 @@ import mpisgd
 from mpisgd import rpc
 from mpisgd.core.topology import arrange
 from mpisgd.job.lifecycle import world
-from mpisgd.monitor import job_finder
+from mpisgd.tools.cli import job_finder
 from mpisgd.transport.tcp_store.store import open_store
 
 WAIT_S = 30.0

@@ -189,7 +189,7 @@ class Synchronizer:
 
     def replica(self) -> dict[str, Tensor]:
         """Return the tensors that differ by rank between steps, by key; not copied."""
-        return {**self.parameters_by_key(), **self._buffers_by_key()}
+        return {**self.parameters_by_key(), **self.training.buffers_by_key()}
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
@@ -218,14 +218,11 @@ class Synchronizer:
     @property
     def buffers(self) -> list[Tensor]:
         """The floating-point buffers, as they are now; do not keep them."""
-        return list(self._buffers_by_key().values())
+        return list(self.training.buffers_by_key().values())
 
     def parameters_by_key(self) -> dict[str, Tensor]:
         """Return `trainable` by key; see `tensors`."""
-        return _continuous("", [param for _, param in self.training.named])
-
-    def _buffers_by_key(self) -> dict[str, Tensor]:
-        return _continuous("buffer ", self.training.buffers)
+        return self.training.parameters_by_key()
 
     # -- other states, other parameters, other ranks ------------------------------------------------
 
@@ -318,15 +315,6 @@ class Synchronizer:
             kept.move_to(())  # lets go of the buckets, whose memory is that of the ranks before
         self.is_fresh = True
         self.open()
-
-
-def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the memory that those with a fraction have now, by key: not to be kept."""
-    return {
-        f"{prefix}{place}": tensor.detach()
-        for place, tensor in enumerate(tensors)
-        if tensor.is_floating_point() or tensor.is_complex()
-    }
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,22 @@ class Training(NamedTuple):
         """The parameters of the optimizer, as its groups have them now."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
+    def parameters_by_key(self) -> dict[str, Tensor]:
+        """Return the memory that the parameters with a fraction have now, not to be kept; "0", "1", ..."""
+        return _continuous("", [param for _, param in self.named])
+
+    def buffers_by_key(self) -> dict[str, Tensor]:
+        """Return the memory that the buffers with a fraction have now, not to be kept; "buffer 0", ..."""
+        return _continuous("buffer ", self.buffers)
+
+
+def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {
+        f"{prefix}{place}": tensor.detach()
+        for place, tensor in enumerate(tensors)
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+
 
 def check_elementwise(training: Training) -> None:
     """Raise where parameters would be cut, and the optimizer is known to update them as a whole.

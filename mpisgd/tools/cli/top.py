@@ -23,10 +23,10 @@ from mpisgd.arguments import ranks_text
 from mpisgd.config import is_launched
 from mpisgd.errors import JobError
 from mpisgd.monitor.hang_report import activity, for_whom, main_wait
-from mpisgd.monitor.job_finder import FoundJob, choose_job, describe, find_jobs
 from mpisgd.monitor.mailbox_pages import Steps
 from mpisgd.monitor.rank_state import RUNS, RankState, Wait
 from mpisgd.tools.bench.report.rows import as_bytes
+from mpisgd.tools.cli.job_finder import FoundJob, choose_job, describe, find_jobs
 
 __all__ = ["Usage", "as_lines", "cells_of", "table_of", "top"]
 

@@ -25,7 +25,6 @@ The parameters of all ranks are then what they must be: `run.x[rank][name]`, whi
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,18 +32,17 @@ import torch
 from torch import Tensor
 
 from mpisgd.gradients.fusion_buffer import laid_out
-from mpisgd.method_state import LOST, OWNER, REBUILD
 from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World, evenly, weighted
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.average_states import average_states
 from mpisgd.tools.verification.draws import BucketDraws, Layout
+from mpisgd.tools.verification.paper_state import carried_over, converted, names_in
 
 __all__ = [
     "Definition",
     "PaperRun",
     "Saved",
     "bucket_of",
-    "carried_over",
     "gradients",
     "needs_closure",
     "sum_in_order",
@@ -223,7 +221,7 @@ class PaperRun:
         before = self.x[self.ranks[0]].keys()
         self.x = {rank: Vec({**self._values(rank), **self.x[rank]}) for rank in self.ranks}
         # What was frozen until now has nothing that it could go on from.
-        known = _names_in(self.state) if self.paper.leaves_frozen else before
+        known = names_in(self.state) if self.paper.leaves_frozen else before
         if new := [name for name in self._seen()[self.ranks[0]] if name not in known]:
             begun = self.paper.start({rank: x.only(new) for rank, x in self.x.items()}, self._world())
             self.state = carried_over(self.state, begun, {rank: rank for rank in self.ranks})
@@ -239,7 +237,7 @@ class PaperRun:
             name: (mine[name].dtype, now[name].dtype) for name in mine if mine[name].dtype != now[name].dtype
         }
         if new:
-            self.x, self.state = _converted(self.x, new), _converted(self.state, new)
+            self.x, self.state = converted(self.x, new), converted(self.state, new)
 
     def _end(self, w: World) -> None:
         x = self._seen()
@@ -335,69 +333,3 @@ class PaperRun:
         if self.paper.leaves_frozen:  # those are updated all the same while they have gradients
             self.x[rank] = Vec({name: self.x[rank][name] if name in x else found[name] for name in found})
         return found.only(x)
-
-
-def carried_over(state: Any, fresh: Any, was: Mapping[int, int]) -> Any:
-    """Return a paper's state after ranks or parameters have changed.
-
-    What is alike stays, and so does what is a rank's own, where it has it back; what is to be rebuilt stays
-    where all ranks have their own back. Elsewhere it is fresh, and so are entries for new parameters.
-
-    Args:
-        state: as it was.
-        fresh: of the ranks and parameters of now, as they would begin; None where one rank keeps nothing.
-        was: which rank each one was that has its own back.
-    """
-    if state is None:
-        return fresh
-    if isinstance(state, dict):  # of a wire, by what travels together; (): as it begins
-        return {names: carried_over(each, fresh[()], was) for names, each in state.items()}
-    if not is_dataclass(state) or isinstance(state, type):
-        return state
-    kept: dict[str, Any] = {}
-    for each in fields(state):
-        value, anew = getattr(state, each.name), getattr(fresh, each.name, None)
-        owner = each.metadata[OWNER]
-        if owner == "part":
-            kept[each.name] = carried_over(value, anew, was)
-        elif owner != "own":
-            kept[each.name] = _with_new(value, anew)
-        elif each.metadata[LOST] == REBUILD and any(
-            value.keys() ^ was.keys() or i != j for i, j in was.items()
-        ):
-            kept[each.name] = anew or {}
-        else:
-            begun = anew or {}
-            mine = {i: _with_new(value[j], begun.get(i)) for i, j in was.items() if j in value}
-            kept[each.name] = {**begun, **mine}
-    return replace(state, **kept)
-
-
-def _converted(state: Any, dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]]) -> Any:
-    """Return a state in which what had a parameter's dtype has the one that the parameter has now."""
-    if is_dataclass(state) and not isinstance(state, type):
-        return replace(
-            state, **{each.name: _converted(getattr(state, each.name), dtypes) for each in fields(state)}
-        )
-    if isinstance(state, Vec):
-        pairs = {name: dtypes.get(name, (None, tensor.dtype)) for name, tensor in state.items()}
-        return Vec({n: t.to(pairs[n][1]) if t.dtype is pairs[n][0] else t for n, t in state.items()})
-    if isinstance(state, dict):
-        return {key: _converted(value, dtypes) for key, value in state.items()}
-    return state
-
-
-def _names_in(state: Any) -> set[str]:
-    """Return the parameters of which a paper's state has something."""
-    if isinstance(state, Vec):
-        return {*state}
-    if is_dataclass(state) and not isinstance(state, type):
-        return {name for each in fields(state) for name in _names_in(getattr(state, each.name))}
-    if isinstance(state, dict):
-        return {name for value in state.values() for name in _names_in(value)}
-    return set()
-
-
-def _with_new(value: Any, fresh: Any) -> Any:
-    """Return what there was; where that is by parameter, also what was added since."""
-    return Vec({**(fresh or {}), **value}) if isinstance(value, Vec) else value

@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from mpisgd.tools.verification.programs.program import (
-    Backward,
-    Event,
-    Layer,
-    Program,
-    Step,
-)
+from mpisgd.tools.verification.programs.events import Backward, Event, Step
+from mpisgd.tools.verification.programs.program import Layer, Program
 
 __all__ = [
     "Change",

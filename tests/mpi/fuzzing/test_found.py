@@ -7,16 +7,8 @@ import torch
 from verdicts import everyone, referee
 
 import mpisgd
-from mpisgd.tools.verification.programs.program import (
-    AddGroup,
-    Backward,
-    Layer,
-    Optimizer,
-    Program,
-    Step,
-    Synchronize,
-    ZeroGrad,
-)
+from mpisgd.tools.verification.programs.events import AddGroup, Backward, Step, Synchronize, ZeroGrad
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program
 from mpisgd.tools.verification.programs.try_out import try_out
 
 

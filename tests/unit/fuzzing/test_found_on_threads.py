@@ -10,8 +10,7 @@ import torch
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.tools.verification.programs.contract import violation
-from mpisgd.tools.verification.programs.execute import has_reference
-from mpisgd.tools.verification.programs.program import (
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Broadcast,
@@ -20,9 +19,6 @@ from mpisgd.tools.verification.programs.program import (
     EndJoin,
     FailedBackward,
     Join,
-    Layer,
-    Optimizer,
-    Program,
     Reload,
     RunOut,
     SetFrozen,
@@ -31,6 +27,8 @@ from mpisgd.tools.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.execute import has_reference
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 from mpisgd.tools.verification.programs.variants import variants
 

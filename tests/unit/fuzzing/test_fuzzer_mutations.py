@@ -22,7 +22,8 @@ from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.threshold import threshold
 from mpisgd.optim import broadcast
 from mpisgd.sharding import divided_parameters
-from mpisgd.tools.verification.programs.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
+from mpisgd.tools.verification.programs.events import Backward, Broadcast, Convert, Step
+from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 ENOUGH = 12_000  # programs, of which those are run that do what it takes

@@ -14,22 +14,19 @@ from fuzzing.shrink import shrink
 from mpisgd.tools.verification.programs.both_backends import compared
 from mpisgd.tools.verification.programs.compare import Outcome, judge
 from mpisgd.tools.verification.programs.contract import may_be_refused, violation
-from mpisgd.tools.verification.programs.execute import Failure, has_reference, references_of, state_digest
-from mpisgd.tools.verification.programs.model import numbers
-from mpisgd.tools.verification.programs.program import (
+from mpisgd.tools.verification.programs.events import (
     Backward,
     Broadcast,
     Clip,
     Convert,
-    Layer,
-    Optimizer,
-    Program,
     Reload,
     Step,
     Synchronize,
     ZeroGrad,
-    parse,
 )
+from mpisgd.tools.verification.programs.execute import Failure, has_reference, references_of, state_digest
+from mpisgd.tools.verification.programs.model import numbers
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program, parse
 from mpisgd.tools.verification.programs.python_text import python_text
 from mpisgd.tools.verification.programs.variants import all_at_once, same_bits, variants
 

@@ -11,22 +11,19 @@ from mpisgd.elastic import state_handlers
 from mpisgd.elastic.buddy_replicas import BuddyReplicas
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.tools.verification.programs.contract import violation
-from mpisgd.tools.verification.programs.lost_ranks import Resumption, without_losses
-from mpisgd.tools.verification.programs.program import (
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Broadcast,
     Commit,
-    Layer,
     Lose,
-    Optimizer,
-    Program,
     Reload,
     SetFrozen,
     Step,
     ZeroGrad,
-    parse,
 )
+from mpisgd.tools.verification.programs.lost_ranks import Resumption, without_losses
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program, parse
 from mpisgd.tools.verification.programs.python_text import python_text
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 

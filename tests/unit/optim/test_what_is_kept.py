@@ -12,16 +12,8 @@ from mpisgd.elastic.state_handlers import handler_for
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.strategy.local_scaling import LocalScaling
-from mpisgd.tools.verification.programs.program import (
-    Backward,
-    Broadcast,
-    Layer,
-    Optimizer,
-    Program,
-    Reload,
-    Step,
-    ZeroGrad,
-)
+from mpisgd.tools.verification.programs.events import Backward, Broadcast, Reload, Step, ZeroGrad
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
 FP16 = mpisgd.Compression.fp16

@@ -9,8 +9,9 @@ from torch import nn
 import mpisgd
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
 from mpisgd.tools.verification.programs.compare import difference, judge, observe
+from mpisgd.tools.verification.programs.events import Step
 from mpisgd.tools.verification.programs.execute import Failure, Run
-from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program, Step
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program
 
 
 def batches(dtype=torch.float64, alike=False):

@@ -21,8 +21,9 @@ from mpisgd.tools.verification.matrix_report import draw_matrix, outcomes, text_
 from mpisgd.tools.verification.method_matrix import DIVISIONS, Division, Row, Tried, row_of, rows
 from mpisgd.tools.verification.programs.compare import Verdict
 from mpisgd.tools.verification.programs.contract import violation
+from mpisgd.tools.verification.programs.events import Clip, Reload, Step
 from mpisgd.tools.verification.programs.execute import has_reference
-from mpisgd.tools.verification.programs.program import Clip, Optimizer, Program, Reload, Step, parse
+from mpisgd.tools.verification.programs.program import Optimizer, Program, parse
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 from mpisgd.tools.verification.programs.try_out import VARIANTS_EVERY
 from mpisgd.tools.verification.programs.variants import same_bits, variants

@@ -20,14 +20,15 @@ from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.methods.sharded.paper import Masters
 from mpisgd.sharding.piece import MASTER, WRITTEN
 from mpisgd.tools.verification.draws import Layout
-from mpisgd.tools.verification.paper_run import Definition, PaperRun, Saved, bucket_of, carried_over
+from mpisgd.tools.verification.paper_run import Definition, PaperRun, Saved, bucket_of
+from mpisgd.tools.verification.paper_state import carried_over
 from mpisgd.tools.verification.papers import paper_of
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
+from mpisgd.tools.verification.programs.events import Event
 from mpisgd.tools.verification.programs.model import Model
 from mpisgd.tools.verification.programs.optimizer_part import Part
 from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import (
-    Event,
     Layer,
     Optimizer,
     Program,

@@ -7,12 +7,7 @@ them.
 
 from __future__ import annotations
 
-from mpisgd.tools.verification.programs.gradient_contract import after_emptied, after_scaled, after_set
-from mpisgd.tools.verification.programs.join_contract import has_no_join, inside_join
-from mpisgd.tools.verification.programs.lost_ranks import resumed_at, violation_of_losses
-from mpisgd.tools.verification.programs.program import (
-    CLOSED,
-    ONE_BIT,
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Broadcast,
@@ -21,14 +16,16 @@ from mpisgd.tools.verification.programs.program import (
     Event,
     FailedBackward,
     Join,
-    Optimizer,
-    Program,
     Reload,
     SetFrozen,
     Step,
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.gradient_contract import after_emptied, after_scaled, after_set
+from mpisgd.tools.verification.programs.join_contract import has_no_join, inside_join
+from mpisgd.tools.verification.programs.lost_ranks import resumed_at, violation_of_losses
+from mpisgd.tools.verification.programs.program import CLOSED, ONE_BIT, Optimizer, Program
 from mpisgd.tools.verification.programs.training import SERIAL
 from mpisgd.tools.verification.programs.walk import Walk, Window, anchors, begin
 

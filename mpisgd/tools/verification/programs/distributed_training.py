@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import mpisgd
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
+from mpisgd.tools.verification.programs.events import Event
 from mpisgd.tools.verification.programs.option_text import evaluated
-from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Program, examples_of_step
+from mpisgd.tools.verification.programs.program import ONE_BIT, Program, examples_of_step
 from mpisgd.tools.verification.programs.training import Training
 
 __all__ = ["DistributedTraining", "group_of"]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpisgd.tools.verification.programs import program as events
-from mpisgd.tools.verification.programs.program import (
-    ONE_BIT,
-    Event,
-    Program,
-    examples_of,
-)
+from mpisgd.tools.verification.programs import events
+from mpisgd.tools.verification.programs.events import Event
+from mpisgd.tools.verification.programs.program import ONE_BIT, Program, examples_of
 
 __all__ = ["event_text", "examples_text"]
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.by_paper import averages_gradients
 from mpisgd.tools.verification.programs.distributed_training import DistributedTraining
 from mpisgd.tools.verification.programs.model import Model
-from mpisgd.tools.verification.programs.program import ONE_BIT, Program
+from mpisgd.tools.verification.programs.program import ONE_BIT, Optimizer, Program
 from mpisgd.tools.verification.programs.sabotaged import SabotagedTraining
 from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, definition_of
 from mpisgd.tools.verification.programs.serial_masters import SerialMasters, halves_with_masters
@@ -138,7 +138,7 @@ def has_reference(program: Program) -> bool:
     return all(_is_serial(program, optimizer) for optimizer in program.optimizers)
 
 
-def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
+def _is_serial(program: Program, optimizer: Optimizer) -> bool:
     if optimizer.name == SERIAL:
         return True
     if optimizer.name in ONE_BIT:
@@ -233,7 +233,7 @@ class Joined(Training):
         return loss * (self.num_ranks * self.examples[rank] / sum(self.examples.values()))
 
 
-def master_dtype_of(optimizer: events.Optimizer) -> torch.dtype | None:
+def master_dtype_of(optimizer: Optimizer) -> torch.dtype | None:
     """Return the dtype in which parameters of lower precision are updated, None: in their own."""
     return getattr(optimizer.strategy, "master_dtype", None)
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from mpisgd.tools.verification.programs.program import (
-    ONE_BIT,
+from mpisgd.tools.verification.programs.events import (
     Backward,
     Clip,
     Event,
     FailedBackward,
     Join,
-    Program,
     Reload,
     SetGradient,
     Step,
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.walk import Walk, anchors, trains_locally
 
 __all__ = ["after_emptied", "after_scaled", "after_set"]

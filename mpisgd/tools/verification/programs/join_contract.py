@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import mpisgd
 from mpisgd.gradients.weight import why_not_weighted
-from mpisgd.tools.verification.programs.option_text import evaluated
-from mpisgd.tools.verification.programs.program import (
-    ONE_BIT,
+from mpisgd.tools.verification.programs.events import (
     Backward,
     Clip,
     EndJoin,
     Event,
     Join,
-    Program,
     Reload,
     RunOut,
     SetGradient,
@@ -21,6 +18,8 @@ from mpisgd.tools.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.option_text import evaluated
+from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.walk import Walk, trains_locally
 
 __all__ = ["has_no_join", "inside_join"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mpisgd.tools.verification.programs.program import (
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Broadcast,
@@ -18,9 +18,9 @@ from mpisgd.tools.verification.programs.program import (
     Convert,
     Event,
     Lose,
-    Program,
     Reload,
 )
+from mpisgd.tools.verification.programs.program import Program
 
 __all__ = ["NOT_UNDONE", "Resumption", "lost_in", "resumed_at", "violation_of_losses", "without_losses"]
 

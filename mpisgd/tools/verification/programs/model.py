@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpisgd.tools.verification.programs.program import Layer, Program, SetGradient
+from mpisgd.tools.verification.programs.events import SetGradient
+from mpisgd.tools.verification.programs.program import Layer, Program
 
 __all__ = ["Model", "is_used", "numbers"]
 

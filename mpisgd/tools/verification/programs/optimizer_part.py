@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpisgd.methods.paper_kit import Vec
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.training import Training
 from mpisgd.tools.verification.shares import Place
 

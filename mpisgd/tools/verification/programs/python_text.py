@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.event_text import event_text
 from mpisgd.tools.verification.programs.execute import has_reference, master_dtype_of
 from mpisgd.tools.verification.programs.extragradient import Extragradient
-from mpisgd.tools.verification.programs.program import (
-    ONE_BIT,
-    Layer,
-    Optimizer,
-    Program,
-)
+from mpisgd.tools.verification.programs.program import ONE_BIT, Layer, Optimizer, Program
 from mpisgd.tools.verification.programs.training import SERIAL
 from mpisgd.tools.verification.programs.variants import ranks_agree
 

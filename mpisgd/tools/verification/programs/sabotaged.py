@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import mpisgd
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.distributed_training import DistributedTraining
 from mpisgd.tools.verification.programs.program import Program
 from mpisgd.tools.verification.sabotage import Sabotage

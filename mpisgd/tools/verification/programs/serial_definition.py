@@ -10,9 +10,9 @@ from mpisgd.compress.compressor import Casting
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.power_sgd.paper import PowerSGD
 from mpisgd.methods.synchronous.paper import Synchronous
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
-from mpisgd.tools.verification.programs.program import Program
+from mpisgd.tools.verification.programs.program import CLOSED, ONE_BIT, Program
 
 __all__ = ["codes_between_hosts", "definition_of", "has_codes", "rounds", "why_undefined"]
 
@@ -27,7 +27,7 @@ def definition_of(program: Program) -> type[ByPaper] | None:
 @lru_cache(maxsize=64)  # asked for several times of each program
 def why_undefined(program: Program) -> str:
     """Return why a program has no definition by a paper, "" if it has one."""
-    if program.optimizers[0].name in events.ONE_BIT:
+    if program.optimizers[0].name in ONE_BIT:
         return "the paper of the optimizer has no programs"
     layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
     if len({*layers}) < len(layers):
@@ -135,7 +135,7 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
     if warms_up and (program.scaler or looks):
         return "something looks at gradients that are reduced by then"
-    if program.optimizers[0].name in events.CLOSED and getattr(strategy, "style", "") == "combine_then_adapt":
+    if program.optimizers[0].name in CLOSED and getattr(strategy, "style", "") == "combine_then_adapt":
         return "the first gradients of a step are of what the ranks have before, and the others are not"
     try:
         for place in range(len(program.optimizers)):

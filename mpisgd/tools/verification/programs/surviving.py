@@ -11,10 +11,11 @@ import mpisgd
 from mpisgd import elastic
 from mpisgd.job.threads_as_ranks import lose_ranks
 from mpisgd.methods.sharded.paper import Masters
-from mpisgd.tools.verification.paper_run import carried_over
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.paper_state import carried_over
+from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, Member
 from mpisgd.tools.verification.programs.distributed_training import DistributedTraining, group_of
+from mpisgd.tools.verification.programs.events import Event
 from mpisgd.tools.verification.programs.execute import (
     Failure,
     Joined,
@@ -26,7 +27,7 @@ from mpisgd.tools.verification.programs.execute import (
     run_events,
 )
 from mpisgd.tools.verification.programs.lost_ranks import Resumption, without_losses
-from mpisgd.tools.verification.programs.program import Event, Program
+from mpisgd.tools.verification.programs.program import Program
 from mpisgd.tools.verification.programs.serial_definition import definition_of
 from mpisgd.tools.verification.programs.training import Training
 

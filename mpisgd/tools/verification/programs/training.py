@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.tools.verification.programs import program as events
+from mpisgd.tools.verification.programs import events
+from mpisgd.tools.verification.programs.events import Event
 from mpisgd.tools.verification.programs.model import Model
-from mpisgd.tools.verification.programs.program import ONE_BIT, Event, Optimizer, Program, examples_of
+from mpisgd.tools.verification.programs.program import ONE_BIT, Optimizer, Program, examples_of
 from mpisgd.tools.verification.programs.serial_dion import SerialDion
 
 __all__ = ["SERIAL", "Training", "initial_groups"]

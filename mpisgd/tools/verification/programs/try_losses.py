@@ -10,9 +10,10 @@ from mpisgd.job.recovery import has_quorum
 from mpisgd.job.threads_as_ranks import LOST
 from mpisgd.tools.verification.programs.compare import Verdict, judge, observe
 from mpisgd.tools.verification.programs.contract import may_be_refused
+from mpisgd.tools.verification.programs.events import Lose
 from mpisgd.tools.verification.programs.execute import digest, state_digest
 from mpisgd.tools.verification.programs.lost_ranks import Resumption, lost_in, without_losses
-from mpisgd.tools.verification.programs.program import Lose, Program
+from mpisgd.tools.verification.programs.program import Program
 from mpisgd.tools.verification.programs.surviving import Survived, references_after
 from mpisgd.tools.verification.programs.variants import ranks_agree
 

@@ -9,20 +9,19 @@ from typing import cast
 import mpisgd
 from mpisgd.methods.catalogue import text_of
 from mpisgd.tools.verification.programs.contract import sends_in_backward
-from mpisgd.tools.verification.programs.program import (
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Clip,
     Convert,
     Event,
     FailedBackward,
-    Optimizer,
-    Program,
     Reload,
     Step,
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.program import Optimizer, Program
 from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, rounds
 from mpisgd.tools.verification.programs.training import SERIAL
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mpisgd.tools.verification.programs.program import (
-    Program,
-    SetFrozen,
-)
+from mpisgd.tools.verification.programs.events import SetFrozen
+from mpisgd.tools.verification.programs.program import Program
 
 __all__ = ["Walk", "Window", "anchors", "begin", "trains_locally"]
 

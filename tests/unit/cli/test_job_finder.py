@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import pytest
 
 from mpisgd.errors import JobError
-from mpisgd.monitor import job_finder
-from mpisgd.monitor.job_finder import FoundJob, choose_job, describe, find_jobs, launching_users
 from mpisgd.monitor.mailbox_pages import INTRODUCTION, MAILBOX_NAME, SHARE_BYTES, Introduction, MailboxPages
 from mpisgd.monitor.process_inspector import ProcessIdentity, start_ticks
 from mpisgd.monitor.rank_state import GONE, LEFT, RUNS, STOPPED, RankState, encode
 from mpisgd.monitor.shm_mailbox import ShmMailbox
 from mpisgd.monitor.step_counter import counter
+from mpisgd.tools.cli import job_finder
+from mpisgd.tools.cli.job_finder import FoundJob, choose_job, describe, find_jobs, launching_users
 from mpisgd.transport.ipc.memfd import create
 from mpisgd.transport.ipc.segment import Segment
 

@@ -10,8 +10,8 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd.monitor.hang_report import main_wait, missing
-from mpisgd.monitor.job_finder import choose_job
 from mpisgd.monitor.rank_state import WAITS
+from mpisgd.tools.cli.job_finder import choose_job
 
 LIMIT_S = 60.0
 
