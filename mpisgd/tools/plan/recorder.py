@@ -31,14 +31,12 @@ class RecordedStep(NamedTuple):
 
     Attributes:
         backward_begins_s: the last backward pass, where there are several.
-        backward_ends_s: of it.
         optimizer_begins_s: after what the program does in between.
         optimizer_ends_s: the end of the step.
         ready_s: when the gradient of each parameter was complete, by its place in the optimizer's list.
     """
 
     backward_begins_s: float
-    backward_ends_s: float
     optimizer_begins_s: float
     optimizer_ends_s: float
     ready_s: dict[int, float]
@@ -64,7 +62,7 @@ class StepRecorder:
         self.optimizer: torch.optim.Optimizer | None = None
         self.saved_bytes = 0
         self._num_steps, self._when_done = num_steps, when_done
-        self._start = self._backward_begins = self._backward_ends = self._optimizer_begins = 0.0
+        self._start = self._backward_begins = self._optimizer_begins = 0.0
         self._ready: dict[int, float] = {}
         self._saved: SavedBytes | None = None
         self._backward = torch.autograd.backward
@@ -88,7 +86,6 @@ class StepRecorder:
     def _noted_backward(self, *args: Any, **options: Any) -> None:
         self._backward_begins = time.perf_counter()
         self._backward(*args, **options)
-        self._backward_ends = time.perf_counter()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.optimizer in (None, optimizer):
@@ -125,9 +122,9 @@ class StepRecorder:
         if self._saved is not None:
             self._saved.__exit__()
             self.saved_bytes, self._saved = self._saved.total, None
-        times = (self._backward_begins, self._backward_ends, self._optimizer_begins, now)
-        begins, ends, optimizer_begins, optimizer_ends = (each - self._start for each in times)
-        self.steps.append(RecordedStep(begins, ends, optimizer_begins, optimizer_ends, self._ready))
+        times = (self._backward_begins, self._optimizer_begins, now)
+        begins, optimizer_begins, optimizer_ends = (each - self._start for each in times)
+        self.steps.append(RecordedStep(begins, optimizer_begins, optimizer_ends, self._ready))
         if len(self.steps) + 1 >= self._num_steps:
             self._when_done()
 

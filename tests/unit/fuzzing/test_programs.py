@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzzing import draw as draw_module
-from fuzzing import draw_sharded
+from fuzzing import draw_changes, draw_sharded
 from fuzzing.draw import draw
 from fuzzing.shrink import shrink
 
@@ -59,7 +58,7 @@ def test_chunks_are_drawn_and_other_programs_are_what_they_were(monkeypatch):
     drawn = [repr(draw(seed)) for seed in range(1000)]
     by_chunks = {name: [text for text in drawn if name in text] for name in ("ChunkTopK", "SparseLoCo")}
     assert all(len(texts) >= 3 for texts in by_chunks.values()), by_chunks
-    monkeypatch.setattr(draw_module, "CHUNKS_SHARE", -1.0)
+    monkeypatch.setattr(draw_changes, "CHUNKS_SHARE", -1.0)
     before = [repr(draw(seed)) for seed in range(1000)]
     assert not any(name in text for name in by_chunks for text in before)
     changed = [now for now, then in zip(drawn, before, strict=True) if now != then]

@@ -14,9 +14,9 @@ import pytest
 from mpisgd.tools.plan.cluster import Cluster, Link
 from mpisgd.tools.plan.network import FatTree, Switch, Torus
 from mpisgd.tools.plan.simulation.by_message import coordinates, simulate_messages, walk_torus
-from mpisgd.tools.plan.simulation.collectives import cost_of, cost_of_rounds, rounds_of
+from mpisgd.tools.plan.simulation.collectives import cost_of, cost_of_rounds
 from mpisgd.tools.plan.simulation.engine import Task, simulate
-from mpisgd.tools.plan.simulation.messages import ALL_REDUCE, HALVES, Round
+from mpisgd.tools.plan.simulation.messages import ALL_REDUCE, HALVES, Round, collective_rounds
 
 NEAR = 0.05
 
@@ -48,7 +48,9 @@ def compare(seed, most_ranks, algorithms=tuple(ALL_REDUCE)):
     draw = random.Random(seed)
     cluster, nbytes = drawn_cluster(draw, most_ranks), 10 ** draw.uniform(2, 9)
     algorithm, collective = draw.choice(algorithms), draw.choice(list(HALVES))
-    simulated = simulate_messages(cluster, rounds_of(cluster, algorithm, nbytes, collective))
+    simulated = simulate_messages(
+        cluster, collective_rounds(collective, algorithm, cluster.placement, nbytes)
+    )
     found = cost_of(cluster, algorithm, collective).seconds(nbytes)
     case = seed, algorithm, collective, nbytes, cluster
     assert found == pytest.approx(simulated, rel=NEAR, abs=1e-15), case
@@ -87,7 +89,9 @@ def test_closed_forms_are_what_messages_of_up_to_512_ranks_take(seed):
 def test_closed_forms_of_512_ranks(algorithm, network, hosts, k):
     cluster = Cluster(hosts, k, Link(1e-5, 1e9), Link(1e-6, 1e10), network)
     nbytes = 3e7
-    simulated = simulate_messages(cluster, rounds_of(cluster, algorithm, nbytes))
+    simulated = simulate_messages(
+        cluster, collective_rounds("all_reduce", algorithm, cluster.placement, nbytes)
+    )
     assert cost_of(cluster, algorithm).seconds(nbytes) == pytest.approx(simulated, rel=NEAR)
 
 

@@ -15,7 +15,6 @@ from mpisgd.tools.plan.simulation.collectives import (
     cost_of,
     link_bytes,
     round_seconds,
-    rounds_of,
 )
 from mpisgd.tools.plan.simulation.costs import Costs
 from mpisgd.tools.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
@@ -23,6 +22,10 @@ from mpisgd.tools.plan.simulation.messages import ALL_REDUCE, Round, collective_
 ALPHA, RATE = 1e-5, 1e9
 FAST = Link(1e-7, 1e12)
 N = 1e6
+
+
+def rounds_of(cluster, algorithm, nbytes):
+    return collective_rounds("all_reduce", algorithm, cluster.placement, nbytes)
 
 
 def hosts_of_one(count, network=None):

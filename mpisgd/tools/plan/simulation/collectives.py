@@ -37,7 +37,6 @@ __all__ = [
     "fastest",
     "link_bytes",
     "round_seconds",
-    "rounds_of",
 ]
 
 Array = Any  # numpy's
@@ -290,11 +289,6 @@ def _one_of_each_host(
 
 
 # -- collectives ---------------------------------------------------------------------------------------
-
-
-def rounds_of(cluster: Cluster, algorithm: str, nbytes: float, collective: str = "all_reduce") -> list[Round]:
-    """Return the rounds of a collective by an algorithm; see `collective_rounds`."""
-    return collective_rounds(collective, algorithm, cluster.placement, nbytes)
 
 
 def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Costs | LateRanks:
