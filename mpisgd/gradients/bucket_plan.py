@@ -16,8 +16,8 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
 from mpisgd.gradients.fusion_buffer import FusionBuffer, Layout, layout_of, shape_in_memory
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.interfaces.host_transport import Region
 
 __all__ = [
@@ -42,7 +42,7 @@ class BucketSlot(NamedTuple):
         region: that memory; None where the gradients lie elsewhere.
     """
 
-    storage: FusionBuffer | UnbucketedGradient
+    storage: FusionBuffer | InPlaceGradient
     reducer: BucketReducer
     in_shared_memory: bool = False
     region: Region | None = None
@@ -184,7 +184,7 @@ def plain_slot(bucket: Bucket, params: Sequence[Tensor], flat: Tensor | None = N
     """
     nbytes = bucket.numel * params[0].element_size()
     if is_alone(bucket, params):
-        return BucketSlot(UnbucketedGradient(bucket, params[0]), SumReducer(nbytes))
+        return BucketSlot(InPlaceGradient(bucket, params[0]), SumReducer(nbytes))
     return BucketSlot(FusionBuffer(bucket, params, flat), SumReducer(nbytes))
 
 

@@ -35,7 +35,7 @@ from mpisgd.accelerator.buffers import cut_by
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.fusion_buffer import Layout
-from mpisgd.gradients.kinds import DENSE
+from mpisgd.gradients.gradient_flags import DENSE
 from mpisgd.method_state import Pieces, copied
 
 __all__ = ["CompressionState", "ReducedBucket", "Untouched"]
@@ -271,16 +271,16 @@ class Untouched:
 
     Args:
         slot: the bucket.
-        kinds: of its gradients, on any rank.
+        flags: of its gradients, on any rank.
     """
 
-    def __init__(self, slot: ReducedBucket, kinds: bytes) -> None:
+    def __init__(self, slot: ReducedBucket, flags: bytes) -> None:
         edges = itertools.pairwise([*slot.bucket.offsets, slot.bucket.numel])
         self._slot = slot
         self._absent = [
             (place, start, stop)
-            for place, (kind, (start, stop)) in enumerate(zip(kinds, edges, strict=True))
-            if not kind & DENSE
+            for place, (flag, (start, stop)) in enumerate(zip(flags, edges, strict=True))
+            if not flag & DENSE
         ]
         self._kept = {where: memory.clone() for where, memory in self._memory()}
 

@@ -10,8 +10,8 @@ from typing import Protocol
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot, make_slot
 from mpisgd.gradients.bucketing import Bucket
+from mpisgd.gradients.gradient_flags import DENSE
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import DENSE
 from mpisgd.gradients.launcher import BucketLauncher
 
 __all__ = ["Destination", "Everyone"]
@@ -63,13 +63,13 @@ class Destination(Protocol):
         In how many operations must not depend on this rank's backward: another one may have had none.
         """
 
-    def unload(self, in_flight: InFlightReduction, place: int, kinds: bytes) -> None:
+    def unload(self, in_flight: InFlightReduction, place: int, flags: bytes) -> None:
         """Take what came out of a bucket. Collective.
 
         Args:
             in_flight: what it belongs to.
             place: of the bucket in its plan.
-            kinds: of its gradients, on any rank.
+            flags: of its gradients, on any rank.
         """
 
     def arrived(self, in_flight: InFlightReduction, sparse: Collection[int]) -> None:
@@ -122,10 +122,10 @@ class Everyone(Destination):
         elif rest:
             self._launcher.launch_together(in_flight, rest)
 
-    def unload(self, in_flight: InFlightReduction, place: int, kinds: bytes) -> None:
+    def unload(self, in_flight: InFlightReduction, place: int, flags: bytes) -> None:
         """See `Destination`; None where no rank has a gradient."""
         slot = in_flight.slots[place]
-        slot.storage.unload(self._launcher.params_of(slot), [bool(kind & DENSE) for kind in kinds])
+        slot.storage.unload(self._launcher.params_of(slot), [bool(flag & DENSE) for flag in flags])
 
     def why_not_again(self) -> str:
         """See `Destination`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
 from mpisgd.errors import NonFiniteGradients
-from mpisgd.gradients.kinds import NONFINITE, SPARSE, KindsExchange
+from mpisgd.gradients.gradient_flags import NONFINITE, SPARSE, FlagsExchange
 
 __all__ = ["LateMarks", "are_finite", "mark_late", "mark_nonfinite", "raise_for"]
 
@@ -26,12 +26,12 @@ def are_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
 
 
-def mark_nonfinite(kinds: bytes, grads: Sequence[Tensor | None], flat: Tensor) -> bytes:
-    """Return the kinds of some gradients with NONFINITE added where it holds; `flat` has the dense ones."""
-    if are_finite(flat) and not any(kind & SPARSE for kind in kinds):
-        return kinds
+def mark_nonfinite(flags: bytes, grads: Sequence[Tensor | None], flat: Tensor) -> bytes:
+    """Return the flags of some gradients with NONFINITE added where it holds; `flat` has the dense ones."""
+    if are_finite(flat) and not any(flag & SPARSE for flag in flags):
+        return flags
     finite = [grad is None or are_finite(grad) for grad in grads]
-    return bytes(kind | NONFINITE * (not good) for kind, good in zip(kinds, finite, strict=True))
+    return bytes(flag | NONFINITE * (not good) for flag, good in zip(flags, finite, strict=True))
 
 
 class LateMarks:
@@ -51,31 +51,30 @@ class LateMarks:
         reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in dense.values()]
         # The largest magnitude is finite where all are, and a NaN is the largest of all.
         norms = torch._foreach_norm(reals, float("inf")) if reals else ()
-        self.flags = torch.stack(norms).isfinite().logical_not() if norms else None
+        self.on_device = torch.stack(norms).isfinite().logical_not() if norms else None
 
-    def bad(self, flags: Sequence[bool]) -> list[int]:
-        """Return the places of those that are not finite; `flags`: what the device has found."""
-        return [*self._bad_sparse, *(place for place, flag in zip(self.places, flags, strict=True) if flag)]
+    def bad(self, found: Sequence[bool]) -> list[int]:
+        """Return the places of those that are not finite; `found`: the values of `on_device`."""
+        return [*self._bad_sparse, *(place for place, bad in zip(self.places, found, strict=True) if bad)]
 
 
-def mark_late(late: Sequence[tuple[KindsExchange, LateMarks]]) -> None:
-    """Add NONFINITE to kinds that are still to be exchanged; the host waits once for each device."""
-    flags = [each.flags for _, each in late]
-    found = iter(_on_host([each for each in flags if each is not None]))
-    for (exchange, each), flag in zip(late, flags, strict=True):
-        for place in each.bad([] if flag is None else next(found)):
+def mark_late(late: Sequence[tuple[FlagsExchange, LateMarks]]) -> None:
+    """Add NONFINITE to flags that are still to be exchanged; the host waits once for each device."""
+    found = iter(_on_host([each.on_device for _, each in late if each.on_device is not None]))
+    for exchange, each in late:
+        for place in each.bad([] if each.on_device is None else next(found)):
             exchange.mark(place, NONFINITE)
 
 
-def _on_host(flags: Sequence[Tensor]) -> list[list[bool]]:
+def _on_host(tensors: Sequence[Tensor]) -> list[list[bool]]:
     values: dict[torch.device, list[bool]] = {}
-    for device in dict.fromkeys(flag.device for flag in flags):
-        values[device] = torch.cat([flag for flag in flags if flag.device == device]).tolist()
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        values[device] = torch.cat([tensor for tensor in tensors if tensor.device == device]).tolist()
     lists = []
-    for flag in flags:
-        here = values[flag.device]
-        lists.append(here[: flag.numel()])
-        values[flag.device] = here[flag.numel() :]
+    for tensor in tensors:
+        here = values[tensor.device]
+        lists.append(here[: tensor.numel()])
+        values[tensor.device] = here[tensor.numel() :]
     return lists
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.kinds import ALL_DENSE, DENSE, kinds_of
+from mpisgd.gradients.gradient_flags import ALL_DENSE, DENSE, flags_of
 
 __all__ = ["FusionBuffer", "Layout", "flat_view", "laid_out", "layout_of", "window"]
 
@@ -115,7 +115,7 @@ class FusionBuffer:
         return alike and self._shapes == [p.shape for p in params] and self._strides == strides
 
     def load(self, grads: Sequence[Tensor | None], used: set[int]) -> bytes:
-        """Bring this rank's gradients into `flat`, each unless it lies there already; return their kinds.
+        """Bring this rank's gradients into `flat`, each unless it lies there already; return their flags.
 
         A gradient that is missing, or sparse and travels apart, counts as zeros.
 
@@ -124,19 +124,19 @@ class FusionBuffer:
             used: addresses of the gradients of other buckets that travel from where they lie.
         """
         self._renew_displaced()
-        kinds = kinds_of(grads)
+        flags = flags_of(grads)
         # There may be hundreds, each of them new: what one gradient takes is felt.
         self._in_place = any(map(operator.is_, grads, self.views))
-        if self._in_place or kinds.strip(ALL_DENSE):
-            self._bring_some(grads, kinds)
+        if self._in_place or flags.strip(ALL_DENSE):
+            self._bring_some(grads, flags)
         else:
             torch._foreach_copy_(self.views, self._apart(grads))
-        return kinds
+        return flags
 
-    def _bring_some(self, grads: Sequence[Tensor | None], kinds: bytes) -> None:
-        views = list(zip(self.views, grads, kinds, strict=True))
-        moving = [(view, grad) for view, grad, kind in views if kind == DENSE and grad is not view]
-        missing = [view for view, _, kind in views if kind != DENSE]
+    def _bring_some(self, grads: Sequence[Tensor | None], flags: bytes) -> None:
+        views = list(zip(self.views, grads, flags, strict=True))
+        moving = [(view, grad) for view, grad, flag in views if flag == DENSE and grad is not view]
+        missing = [view for view, _, flag in views if flag != DENSE]
         if moving:
             places, sources = zip(*moving, strict=True)
             torch._foreach_copy_(places, self._apart(sources))

@@ -10,7 +10,7 @@ from mpisgd.core.work import Work
 from mpisgd.errors import MpisgdError
 from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.finite import LateMarks
-from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.gradient_flags import FlagsExchange
 
 __all__ = ["InFlightReduction"]
 
@@ -22,11 +22,11 @@ class InFlightReduction:
         plan: what it follows; None where there is none.
         when: which reduction of the program it is.
         in_background: whether buckets are launched during backward, each when all its gradients are complete.
-        note: what this rank tells the others with its gradients; see `KindsExchange`.
+        note: what this rank tells the others with its gradients; see `FlagsExchange`.
 
     Attributes:
         launched: the work of each bucket that was launched; None for one that is complete.
-        kinds: of the gradients in them, in the same order, joined over the ranks as the buckets complete.
+        flags: of the gradients in them, in the same order, joined over the ranks as the buckets complete.
         late: exchanges of these that lack what a device has still to find out.
         held: whether the rest must wait for the end of backward.
         addresses: of the gradients that travel from where they lie.
@@ -47,8 +47,8 @@ class InFlightReduction:
         self.in_background = in_background
         self.slots: Sequence[BucketSlot] = () if plan is None else plan.slots
         self.launched: dict[int, Work | None] = {}
-        self.kinds: list[KindsExchange] = []
-        self.late: list[tuple[KindsExchange, LateMarks]] = []
+        self.flags: list[FlagsExchange] = []
+        self.late: list[tuple[FlagsExchange, LateMarks]] = []
         self.held = False
         self.addresses: set[int] = set()
         self.loaded: list[Tensor] = []

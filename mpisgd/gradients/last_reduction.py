@@ -10,7 +10,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import Owner, owned_by
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.kinds import IN_BACKWARD, IN_STEP, KindsExchange
+from mpisgd.gradients.gradient_flags import IN_BACKWARD, IN_STEP, FlagsExchange
 from mpisgd.gradients.reduced import ReducedGradients
 
 __all__ = ["LastReduction"]
@@ -33,19 +33,19 @@ class LastReduction:
         self._unchanged: ReducedGradients | None = None  # what this rank must find so in its step
 
     def note(
-        self, params: Sequence[Tensor], covered: Sequence[int], kinds: Iterable[KindsExchange], *, once: bool
+        self, params: Sequence[Tensor], covered: Sequence[int], flags: Iterable[FlagsExchange], *, once: bool
     ) -> None:
         """Note that gradients were reduced.
 
         Args:
             params: the parameters.
             covered: which of them have taken part.
-            kinds: what ranks have told each other about them, and when each got them.
+            flags: what ranks have told each other about them, and when each got them.
             once: whether they may not be reduced twice.
         """
         if once:
             self.reduced.note(params, covered)
-        noted = functools.reduce(operator.or_, (exchange.noted for exchange in kinds), 0)
+        noted = functools.reduce(operator.or_, (exchange.noted for exchange in flags), 0)
         if noted == IN_BACKWARD | IN_STEP or self._unchanged is not None:
             self._unchanged = ReducedGradients()
             self._unchanged.note(params, covered)
@@ -64,7 +64,7 @@ class LastReduction:
         unchanged, self._unchanged = self._unchanged, None
         if unchanged is None:
             return
-        told = KindsExchange(bytes([CHANGED if unchanged.were_changed(params) else UNCHANGED]), group)
+        told = FlagsExchange(bytes([CHANGED if unchanged.were_changed(params) else UNCHANGED]), group)
         what = Operation("gradients", extra="were they changed after the reduction?", when=when)
         with owned_by(owner):
             group.queue.run(what, told.finish, before=told.before)

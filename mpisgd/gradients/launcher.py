@@ -18,8 +18,8 @@ from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucket_plan import BucketSlot
 from mpisgd.gradients.compression_state import Untouched
 from mpisgd.gradients.finite import LateMarks, mark_late, mark_nonfinite
+from mpisgd.gradients.gradient_flags import ALL_DENSE, FlagsExchange
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.weight import Weight
 from mpisgd.gradients.windows import windows_of
@@ -99,7 +99,7 @@ class BucketLauncher:
         self,
         in_flight: InFlightReduction,
         places: Sequence[int],
-        then: Callable[[bytes], bool] = lambda kinds: False,
+        then: Callable[[bytes], bool] = lambda flags: False,
         *,
         async_op: bool = False,
     ) -> None:
@@ -108,46 +108,46 @@ class BucketLauncher:
         Args:
             in_flight: what they belong to.
             places: of the buckets in its plan.
-            then: called with the kinds of all these gradients; returns whether it takes care of the rest.
+            then: called with the flags of all these gradients; returns whether it takes care of the rest.
             async_op: leave it to the queue's thread.
         """
         slots = [in_flight.slots[place] for place in places]
         loaded = [self._load(in_flight, slot) for slot in slots]
         flats = [flat for flat, _, _ in loaded]
-        kinds = KindsExchange(b"".join(kinds for _, kinds, _ in loaded), self.group, in_flight.note)
+        flags = FlagsExchange(b"".join(flags for _, flags, _ in loaded), self.group, in_flight.note)
         numel, what = sum(flat.numel() for flat in flats), f"{len(slots)} bucket(s)"
 
         def reduce() -> None:
-            kinds.finish()
-            assert kinds.joined is not None
-            if not then(kinds.joined):
-                self._reduce_all(slots, flats, kinds.joined)
+            flags.finish()
+            assert flags.joined is not None
+            if not then(flags.joined):
+                self._reduce_all(slots, flats, flags.joined)
 
         operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
         work = self.group.queue.run(
             operation,
             reduce,
-            before=kinds.before,
+            before=flags.before,
             async_op=async_op,
             after=in_flight.latest,
             transport="bucket by bucket",
         )
-        in_flight.kinds.append(kinds)
+        in_flight.flags.append(flags)
         in_flight.launched.update(dict.fromkeys(places, work))
 
     def launch(self, in_flight: InFlightReduction, place: int) -> None:
         """Load a bucket and send it: by the queue's thread during backward, by this one at its end."""
         slot = in_flight.slots[place]
         flat, mine, marks = self._load(in_flight, slot, late=True)
-        kinds = KindsExchange(mine, self.group, in_flight.note)
-        late = [] if marks is None else [(kinds, marks)]
+        flags = FlagsExchange(mine, self.group, in_flight.note)
+        late = [] if marks is None else [(flags, marks)]
         dtype = dtype_name(flat.dtype)
         operation = self._operation(in_flight, f"bucket {place}", dtype, flat.numel(), device_kind(flat))
 
         def reduce() -> None:
-            kinds.finish()
-            assert kinds.joined is not None
-            self._reduce_one(slot, flat, kinds.joined)
+            flags.finish()
+            assert flags.joined is not None
+            self._reduce_one(slot, flat, flags.joined)
 
         with tracing.holding(self._contents(slot)):
             work = self._send_from_device(operation, flat)
@@ -162,11 +162,11 @@ class BucketLauncher:
                     tensors=None,
                     async_op=in_flight.in_background,
                     like=flat,
-                    before=kinds.before,
+                    before=flags.before,
                     after=in_flight.latest,
                     transport=self._algorithm_name(slot),
                 )
-        in_flight.kinds.append(kinds)
+        in_flight.flags.append(flags)
         in_flight.launched[place] = work
 
     def launch_by(
@@ -185,10 +185,10 @@ class BucketLauncher:
         operation = self._operation(in_flight, what, dtype, flat.numel(), device_kind(flat))
         with tracing.holding(self._contents(slot)):
             in_flight.launched[place] = begin(flat, operation)
-        kinds = KindsExchange(mine, self.group, in_flight.note)
-        in_flight.kinds.append(kinds)
+        flags = FlagsExchange(mine, self.group, in_flight.note)
+        in_flight.flags.append(flags)
         if marks is not None:
-            in_flight.late.append((kinds, marks))
+            in_flight.late.append((flags, marks))
 
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
@@ -209,25 +209,25 @@ class BucketLauncher:
     def _load(
         self, in_flight: InFlightReduction, slot: BucketSlot, *, late: bool = False
     ) -> tuple[Tensor, bytes, LateMarks | None]:
-        """Bring this rank's gradients to where they travel; return the memory, their kinds, and late marks.
+        """Bring this rank's gradients to where they travel; return the memory, their flags, and late marks.
 
         Args:
             late: let a device look for infinities in its memory; the host does so at once otherwise.
         """
         grads = [p.grad for p in self.params_of(slot)]
-        kinds = slot.storage.load(grads, in_flight.addresses)
+        flags = slot.storage.load(grads, in_flight.addresses)
         flat = slot.storage.flat
         marks = None
         if self.options.error_if_nonfinite and late and on_device(flat):
             marks = LateMarks(grads)
         elif self.options.error_if_nonfinite:
-            kinds = mark_nonfinite(kinds, grads, flat)
+            flags = mark_nonfinite(flags, grads, flat)
         if (factor := self.options.divisor) != 1.0:
             flat.div_(factor)  # before the others may look at it
         if self.weight is not None:
             self.weight.before(flat)
         in_flight.loaded.append(flat)
-        return flat, kinds, marks
+        return flat, flags, marks
 
     def _operation(
         self, in_flight: InFlightReduction, what: str, dtype: str, numel: int, device: str
@@ -275,17 +275,17 @@ class BucketLauncher:
 
     # -- inside the queue ---------------------------------------------------------------------------
 
-    def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor], kinds: bytes) -> None:
-        """Reduce several buckets, one after the other; `kinds`: of their gradients, on any rank."""
+    def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor], flags: bytes) -> None:
+        """Reduce several buckets, one after the other; `flags`: of their gradients, on any rank."""
         start = 0
         for slot, flat in zip(slots, flats, strict=True):
             stop = start + len(slot.bucket.indices)
             with tracing.part(self.group.queue.track, "gradients", flat.nbytes, self._contents(slot)):
-                self._reduce_one(slot, flat, kinds[start:stop])
+                self._reduce_one(slot, flat, flags[start:stop])
             start = stop
 
-    def _reduce_one(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
-        untouched = Untouched(slot, kinds) if kinds.strip(ALL_DENSE) else None
+    def _reduce_one(self, slot: BucketSlot, flat: Tensor, flags: bytes) -> None:
+        untouched = Untouched(slot, flags) if flags.strip(ALL_DENSE) else None
         slot.reducer.reduce(flat, self.group, self._op)
         if untouched is not None:
             untouched.put_back()

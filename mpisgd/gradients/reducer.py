@@ -31,17 +31,17 @@ from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.current_plan import CurrentPlan
 from mpisgd.gradients.destination import Destination, Everyone
 from mpisgd.gradients.finite import are_finite, mark_late, raise_for
-from mpisgd.gradients.gradient_sync import GradientSync
-from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import (
+from mpisgd.gradients.gradient_flags import (
     ALL_DENSE,
     IN_BACKWARD,
     IN_STEP,
     NONFINITE,
     SPARSE,
-    KindsExchange,
+    FlagsExchange,
     join_rest,
 )
+from mpisgd.gradients.gradient_sync import GradientSync
+from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.last_reduction import LastReduction
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
@@ -291,7 +291,7 @@ class GradientReducer(GradientSync):
             self._launcher.forget_sent(in_flight)
             raise
         assert in_flight.plan is not None
-        self._last.note(self.params, in_flight.plan.covered, in_flight.kinds, once=self._is_once)
+        self._last.note(self.params, in_flight.plan.covered, in_flight.flags, once=self._is_once)
         if nonfinite is not None:
             raise_for(nonfinite, observed, self.named, self.group, when)
 
@@ -314,12 +314,12 @@ class GradientReducer(GradientSync):
         """
         assert in_flight.plan is not None
         sparse = sorted(in_flight.plan.sparse)
-        kinds = self._join_kinds(in_flight, sparse)
+        flags = self._join_flags(in_flight, sparse)
         late: dict[int, Tensor | None] = {}
         start = 0
         for place, slot in enumerate(in_flight.plan.slots):
             indices = slot.bucket.indices
-            here = kinds[start : start + len(indices)]
+            here = flags[start : start + len(indices)]
             start += len(indices)
             if here.strip(ALL_DENSE):
                 late |= {i: self.params[i].grad for i, k in zip(indices, here, strict=True) if k & SPARSE}
@@ -330,24 +330,24 @@ class GradientReducer(GradientSync):
             self.compression_state.note_sparse(late, rounds=self._plan.rounds(self.options))
         known = self.compression_state.sparse  # mostly nothing, and there are many parameters
         self._destination.arrived(in_flight, known.intersection(in_flight.plan.covered) if known else known)
-        return self._nonfinite(in_flight, sparse, kinds)
+        return self._nonfinite(in_flight, sparse, flags)
 
-    def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
-        """Return the kinds of the gradients of all buckets and of the sparse ones. Collective."""
+    def _join_flags(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
+        """Return the flags of the gradients of all buckets and of the sparse ones. Collective."""
         mark_late(in_flight.late)
-        note = 0 if in_flight.kinds else in_flight.note  # somebody must tell it
-        in_flight.kinds.append(KindsExchange(self._marks_of(sparse), self.group, note))
-        return join_rest(in_flight.kinds, self.group)
+        note = 0 if in_flight.flags else in_flight.note  # somebody must tell it
+        in_flight.flags.append(FlagsExchange(self._marks_of(sparse), self.group, note))
+        return join_rest(in_flight.flags, self.group)
 
     def _nonfinite(
-        self, in_flight: InFlightReduction, sparse: Sequence[int], kinds: bytes
+        self, in_flight: InFlightReduction, sparse: Sequence[int], flags: bytes
     ) -> list[int] | None:
         """See `_unload`."""
-        if not self.options.error_if_nonfinite or not any(kind & NONFINITE for kind in kinds):
+        if not self.options.error_if_nonfinite or not any(flag & NONFINITE for flag in flags):
             return None
         order = [*in_flight.indices, *sparse]
-        mine = b"".join(exchange.mine for exchange in in_flight.kinds)
-        return [index for index, kind in zip(order, mine, strict=True) if kind & NONFINITE]
+        mine = b"".join(exchange.mine for exchange in in_flight.flags)
+        return [index for index, flag in zip(order, mine, strict=True) if flag & NONFINITE]
 
     def _marks_of(self, sparse: Sequence[int]) -> bytes:
         """Return a byte for each of the gradients that travel apart, if somebody looks."""

@@ -11,7 +11,7 @@ from mpisgd.collectives.sparse import all_reduce_sparse
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedTensor
-from mpisgd.gradients.kinds import DENSE, SPARSE, kind_of
+from mpisgd.gradients.gradient_flags import DENSE, SPARSE, flag_of
 from mpisgd.gradients.launcher import BucketLauncher
 
 __all__ = ["SparseGradients", "empty_sparse", "reduce_sparse"]
@@ -100,24 +100,24 @@ def reduce_sparse(
 
     Cost: every rank sends its indices and values to all others.
     """
-    own_kinds = [(kind_of(grad), 0 if grad is None else grad.sparse_dim()) for grad in grads]
-    mine = torch.tensor(own_kinds, dtype=torch.int64)
-    kinds = torch.empty(group.size, *mine.shape, dtype=torch.int64)
-    all_gather_into_tensor(kinds, mine, group)
+    own_flags = [(flag_of(grad), 0 if grad is None else grad.sparse_dim()) for grad in grads]
+    mine = torch.tensor(own_flags, dtype=torch.int64)
+    flags = torch.empty(group.size, *mine.shape, dtype=torch.int64)
+    all_gather_into_tensor(flags, mine, group)
     return [
-        _reduce_one(param, grad, kinds[:, place], op, group)
+        _reduce_one(param, grad, flags[:, place], op, group)
         for place, (param, grad) in enumerate(zip(params, grads, strict=True))
     ]
 
 
 def _reduce_one(
-    param: Tensor, grad: Tensor | None, kinds: Tensor, op: ReduceOp, group: Group
+    param: Tensor, grad: Tensor | None, flags: Tensor, op: ReduceOp, group: Group
 ) -> Tensor | None:
-    """Combine one of them; `kinds` [size, 2] has each rank's kind and number of sparse dimensions."""
-    present = set(kinds[:, 0].tolist())
+    """Combine one of them; `flags` [size, 2] has each rank's flag and number of sparse dimensions."""
+    present = set(flags[:, 0].tolist())
     total: Tensor | None = None
     if SPARSE in present:
-        sparse_dim = int(kinds[:, 1].max())
+        sparse_dim = int(flags[:, 1].max())
         own = grad if grad is not None and grad.is_sparse else empty_sparse(param, sparse_dim)
         total = all_reduce_sparse(own, op, group)
     if DENSE in present:

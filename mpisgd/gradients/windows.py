@@ -24,7 +24,7 @@ from mpisgd.core.owner import Owner, owned_by
 from mpisgd.core.uneven_data import UnevenData
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
-from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.gradient_flags import FlagsExchange
 from mpisgd.gradients.uneven_window import Begun
 
 __all__ = ["GroupWindows", "Window", "windows_of"]
@@ -219,7 +219,7 @@ class GroupWindows:
         Raises:
             CollectiveMismatch: on every rank; a window that has been reached is muted or gone on some rank.
         """
-        told = KindsExchange(mine, group)
+        told = FlagsExchange(mine, group)
         with owned_by(None):  # each rank may come from another one
             what = Operation("gradients", extra="which optimizers a backward has reached")
             # Where what was sent during backward has failed, it has on all ranks, and they raise that.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.gradients.fusion_buffer import layout_of, window
-from mpisgd.gradients.unbucketed import ALONE, num_uses
+from mpisgd.gradients.in_place_gradient import ALONE, num_uses
 from mpisgd.sharding.division import Item, PieceRange, lay_out
 
 __all__ = ["Block", "is_movable", "move_to_blocks"]

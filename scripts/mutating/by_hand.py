@@ -61,9 +61,9 @@ EDITS = (
     _Edit(
         "a bucket keeps the gradients of its first step",
         "gradients/fusion_buffer.py",
-        "            torch._foreach_copy_(self.views, self._apart(grads))\n        return kinds",
+        "            torch._foreach_copy_(self.views, self._apart(grads))\n        return flags",
         "            torch._foreach_copy_(self.views, self._apart(grads)) if not self.flat.any() else None\n"
-        "        return kinds",
+        "        return flags",
     ),
     _Edit(
         "the part of a parameter in a piece begins one element too late",

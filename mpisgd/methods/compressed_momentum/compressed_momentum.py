@@ -22,7 +22,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
-from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.gradient_flags import FlagsExchange
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import group_or_world
@@ -289,11 +289,11 @@ class CompressedMomentumOptimizer(TrainedParameters, abc.ABC):
         """Return for each entry whether it holds on any rank. Collective."""
         if self.group.size == 1:
             return list(here)
-        kinds = KindsExchange(bytes(here), self.group)
+        flags = FlagsExchange(bytes(here), self.group)
         operation = Operation(type(self).__name__, extra=f"step {self.num_steps}")
-        self.group.queue.run(operation, kinds.finish, before=kinds.before)
-        assert kinds.joined is not None
-        return [bool(kind) for kind in kinds.joined]
+        self.group.queue.run(operation, flags.finish, before=flags.before)
+        assert flags.joined is not None
+        return [bool(flag) for flag in flags.joined]
 
     def _exchange(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by the 1-bit average of everyone's. Collective."""

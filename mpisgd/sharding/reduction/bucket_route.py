@@ -23,10 +23,10 @@ from mpisgd.core.consistency import Operation
 from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot, is_alone, plain_slot
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, join_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer, shape_in_memory, window
+from mpisgd.gradients.gradient_flags import DENSE, SPARSE
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import DENSE, SPARSE
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 from mpisgd.gradients.launcher import BucketLauncher
-from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.device_parts import DeviceParts
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.owners import Transfers
@@ -174,7 +174,7 @@ class BucketRoute:
             self._launcher.launch_together(
                 in_flight,
                 places,
-                lambda kinds: self._scatter(in_flight, places, kinds),
+                lambda flags: self._scatter(in_flight, places, flags),
                 async_op=in_background,
             )
         in_flight.unfreed.append(places)
@@ -188,9 +188,9 @@ class BucketRoute:
             self._launcher.launch_by(in_flight, place, reduction.begin)
             in_flight.at_owners.add(place)
 
-    def _scatter(self, in_flight: InFlightReduction, places: Sequence[int], kinds: bytes) -> bool:
+    def _scatter(self, in_flight: InFlightReduction, places: Sequence[int], flags: bytes) -> bool:
         """Bring buckets to their owners; return False where a gradient is sparse. Inside the queue."""
-        if any(kind & SPARSE for kind in kinds):
+        if any(flag & SPARSE for flag in flags):
             return False
         with Transfers() as transfers:
             begun = []
@@ -234,13 +234,13 @@ class BucketRoute:
 
     # -- when all have arrived ----------------------------------------------------------------------
 
-    def unload(self, in_flight: InFlightReduction, place: int, kinds: bytes) -> None:
+    def unload(self, in_flight: InFlightReduction, place: int, flags: bytes) -> None:
         """See `Destination`; what is sparse is added to whole dense gradients, which everyone gets then."""
         slot = in_flight.slots[place]
-        exists = [bool(kind & DENSE) for kind in kinds]
+        exists = [bool(flag & DENSE) for flag in flags]
         if place not in in_flight.at_owners:
             slot.storage.unload(self._launcher.params_of(slot), exists)
-        elif any(kind & SPARSE for kind in kinds):
+        elif any(flag & SPARSE for flag in flags):
             self.bring_back(in_flight, place, exists)
 
     def grad_of(self, piece: Piece) -> Tensor:
@@ -279,7 +279,7 @@ class BucketRoute:
 
 
 def _release_slot(slot: BucketSlot) -> None:
-    if isinstance(slot.storage, UnbucketedGradient):
+    if isinstance(slot.storage, InPlaceGradient):
         slot.storage.release()
 
 

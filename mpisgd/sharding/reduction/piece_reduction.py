@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
-from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 from mpisgd.interfaces.host_transport import HostMemory, Region, Steps
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
@@ -59,7 +59,7 @@ class _Source(NamedTuple):
 def goes_in_pieces(plan: BucketPlan) -> bool:
     """Return whether all gradients of a plan can be brought to their owners alone; alike on all ranks."""
     return all(
-        isinstance(slot.storage, UnbucketedGradient) or slot.region is not None or not slot.bucket.numel
+        isinstance(slot.storage, InPlaceGradient) or slot.region is not None or not slot.bucket.numel
         for slot in plan.slots
     )
 
@@ -99,7 +99,7 @@ class PieceReduction:
         """Return the parts of a piece of a large gradient, none of another one."""
         member = members[0]
         place = self._place_of.get(member.param)
-        if place is None or not isinstance(place.slot.storage, UnbucketedGradient):
+        if place is None or not isinstance(place.slot.storage, InPlaceGradient):
             return []
         assert len(members) == 1, "what lies beside a large gradient in its piece would get none"
         itemsize = self._parameters.itemsize(member.param)
@@ -137,7 +137,7 @@ class PieceReduction:
         flats = {
             param: place.slot.storage.flat
             for param, place in self._place_of.items()
-            if exists[param] and isinstance(place.slot.storage, UnbucketedGradient)
+            if exists[param] and isinstance(place.slot.storage, InPlaceGradient)
         }
         addresses = {param: flat.data_ptr() for param, flat in flats.items()}
         parts = [[part for part in of_one if part.param in flats] for of_one in self._parts]
@@ -165,7 +165,7 @@ class PieceReduction:
         return piece.members[0].param in self._place_of
 
     def _is_large(self, piece: Piece) -> bool:
-        return isinstance(self._place_of[piece.members[0].param].slot.storage, UnbucketedGradient)
+        return isinstance(self._place_of[piece.members[0].param].slot.storage, InPlaceGradient)
 
     def _combine_small(self, piece: Piece, receiver: Receiver) -> None:
         room = receiver.room_for(piece, None)

@@ -25,10 +25,10 @@ from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.destination import Everyone
 from mpisgd.gradients.fusion_buffer import flat_view
+from mpisgd.gradients.gradient_flags import DENSE, SPARSE
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import DENSE, SPARSE
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 from mpisgd.gradients.launcher import BucketLauncher
-from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.piece import Piece, Receiver
 from mpisgd.sharding.piece_states import PieceStates
@@ -185,28 +185,28 @@ class ToOwners:
             if (synchronize := self._synchronize()) is not None:
                 synchronize()
             self._launcher.launch_together(
-                in_flight, rest, lambda kinds: self._reduce_pieces(in_flight, kinds)
+                in_flight, rest, lambda flags: self._reduce_pieces(in_flight, flags)
             )
 
-    def _reduce_pieces(self, in_flight: InFlightReduction, kinds: bytes) -> bool:
+    def _reduce_pieces(self, in_flight: InFlightReduction, flags: bytes) -> bool:
         """Reduce all gradients into the pieces, or leave that for later; return False where one is sparse."""
-        if any(kind & SPARSE for kind in kinds):
+        if any(flag & SPARSE for flag in flags):
             return False
-        for index, kind in zip(in_flight.indices, kinds, strict=True):
-            self._exists[index] = bool(kind & DENSE)
+        for index, flag in zip(in_flight.indices, flags, strict=True):
+            self._exists[index] = bool(flag & DENSE)
         self._states.split(self._exists)
         in_flight.at_owners.update(range(len(in_flight.slots)))
         if not self._defers:
             self.run(self._settle)
         return True
 
-    def unload(self, in_flight: InFlightReduction, place: int, kinds: bytes) -> None:
+    def unload(self, in_flight: InFlightReduction, place: int, flags: bytes) -> None:
         """See `Destination`."""
         if self._by_piece is not None and place in in_flight.at_owners:
             return
-        for index, kind in zip(in_flight.slots[place].bucket.indices, kinds, strict=True):
-            self._exists[index] = bool(kind & DENSE)
-        self._route.unload(in_flight, place, kinds)
+        for index, flag in zip(in_flight.slots[place].bucket.indices, flags, strict=True):
+            self._exists[index] = bool(flag & DENSE)
+        self._route.unload(in_flight, place, flags)
 
     def arrived(self, in_flight: InFlightReduction, sparse: Collection[int]) -> None:
         """See `Destination`; parameters have sharded gradients then, or None."""
@@ -362,7 +362,7 @@ class ToOwners:
         for piece in self._parameters.pieces:
             piece.grad = None
         for slot in self._slots:
-            if isinstance(slot.storage, UnbucketedGradient):
+            if isinstance(slot.storage, InPlaceGradient):
                 slot.storage.release()
         if self._by_bucket is not None:
             self._by_bucket.release()

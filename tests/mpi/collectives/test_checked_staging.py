@@ -14,7 +14,7 @@ import mpisgd
 from mpisgd import ReduceOp
 from mpisgd.core.consistency import Operation
 from mpisgd.core.topology import arrange
-from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.gradient_flags import FlagsExchange
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import world
 
@@ -80,9 +80,9 @@ def test_nor_do_the_other_collectives(checked, numel):
 
 def test_nor_does_the_exchange_of_kinds(checked):
     """It has no call of its own and goes by the same door."""
-    kinds = KindsExchange(bytes([1 << (checked.rank % 2), 0]), checked)
-    checked.queue.run(Operation("test"), kinds.finish, before=kinds.before)
-    everyone(kinds.joined == bytes([3, 0]), str(kinds.joined))
+    flags = FlagsExchange(bytes([1 << (checked.rank % 2), 0]), checked)
+    checked.queue.run(Operation("test"), flags.finish, before=flags.before)
+    everyone(flags.joined == bytes([3, 0]), str(flags.joined))
 
 
 class AtOnce:

@@ -30,7 +30,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
-from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.transport import staging_layout
@@ -476,14 +476,14 @@ def test_gradients_are_freed_while_backward_computes():
 @pytest.mark.mpi(min_size=2)
 def test_large_gradients_travel_from_where_they_lie_although_others_lay_there_before(monkeypatch):
     """Of equal layers backward puts one gradient where it has just freed another; none has to be copied."""
-    lay, load = [], UnbucketedGradient.load
+    lay, load = [], InPlaceGradient.load
 
     def noting(self, grads, used):
-        kinds = load(self, grads, used)
+        flags = load(self, grads, used)
         lay.append(self._grad is grads[0])
-        return kinds
+        return flags
 
-    monkeypatch.setattr(UnbucketedGradient, "load", noting)
+    monkeypatch.setattr(InPlaceGradient, "load", noting)
     monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 2**18)  # small pieces would be 100,000 barriers
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
     mpisgd.broadcast_parameters(model)

@@ -11,7 +11,7 @@ from fuzzing.draw import draw
 from mpisgd.gradients import compression_state
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.fusion_buffer import FusionBuffer
-from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.methods.diloco import fragment
 from mpisgd.methods.elastic_averaging import elastic_averaging
@@ -117,7 +117,7 @@ MUTATIONS = {
         FusionBuffer, "fits", lambda _: lambda self, params: True, has(Convert)
     ),
     "a large gradient lies as its parameter did before": Mutation(
-        UnbucketedGradient, "fits", lambda _: lambda self, params: True, has(Convert)
+        InPlaceGradient, "fits", lambda _: lambda self, params: True, has(Convert)
     ),
     "a state lies as it was received": Mutation(
         broadcast, "laid_out", lambda _: lambda value, param: value, has(Broadcast)

@@ -12,7 +12,7 @@ import mpisgd
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.compression_state import CompressionState, Untouched
-from mpisgd.gradients.kinds import DENSE, MISSING
+from mpisgd.gradients.gradient_flags import DENSE, MISSING
 from mpisgd.job.lifecycle import world
 from mpisgd.job.threads_as_ranks import run_ranks
 

@@ -12,7 +12,7 @@ from mpisgd.gradients.bucket_plan import BucketPlan, BucketSlot
 from mpisgd.gradients.bucketing import Item, plan_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 
 PARAMS = [torch.zeros(4) for _ in range(5)]
 
@@ -23,7 +23,7 @@ def plan() -> BucketPlan:
     first, alone, last = plan_buckets(items, cap_bytes=32, align_bytes=4, alone_bytes=32)
     assert [first.indices, alone.indices, last.indices] == [(4, 3), (2,), (1, 0)]
     pairs = [FusionBuffer(b, [PARAMS[i] for i in b.indices], torch.zeros(b.numel)) for b in (first, last)]
-    loads = [pairs[0], UnbucketedGradient(alone, PARAMS[2]), pairs[1]]
+    loads = [pairs[0], InPlaceGradient(alone, PARAMS[2]), pairs[1]]
     return BucketPlan(
         tuple(range(5)), tuple(BucketSlot(load, SumReducer(16)) for load in loads), frozenset(), "p"
     )

@@ -1,4 +1,4 @@
-"""`UnbucketedGradient`: a gradient that is large enough to travel alone, from where autograd has put it.
+"""`InPlaceGradient`: a gradient that is large enough to travel alone, from where autograd has put it.
 
 Copying it into a fusion buffer would cost as much as reducing it, and its memory twice. So it is reduced in
 place; what backward makes anew next time is reduced there.
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.fusion_buffer import Layout, layout_of
-from mpisgd.gradients.kinds import kind_of
+from mpisgd.gradients.gradient_flags import flag_of
 
-__all__ = ["ALONE", "UnbucketedGradient", "num_uses"]
+__all__ = ["ALONE", "InPlaceGradient", "num_uses"]
 
 
 def num_uses(tensor: Tensor) -> int:
@@ -24,7 +24,7 @@ def num_uses(tensor: Tensor) -> int:
 ALONE = num_uses(torch.empty(1))
 
 
-class UnbucketedGradient:
+class InPlaceGradient:
     """The bucket of one parameter.
 
     Attributes:
@@ -57,7 +57,7 @@ class UnbucketedGradient:
         return self._grad.as_strided((self.bucket.numel,), (1,))
 
     def load(self, grads: Sequence[Tensor | None], used: set[int]) -> bytes:
-        """Take this rank's gradient as it lies, or a copy that lies as its parameter does; return its kind.
+        """Take this rank's gradient as it lies, or a copy that lies as its parameter does; return its flag.
 
         One that is missing, or sparse and travels apart, counts as zeros.
 
@@ -73,7 +73,7 @@ class UnbucketedGradient:
         else:
             room = torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
             self._grad = room.zero_() if grad is None or grad.is_sparse else room.copy_(grad)
-        return bytes([kind_of(grad)])
+        return bytes([flag_of(grad)])
 
     def _is_ready(self, grad: Tensor) -> bool:
         """Return whether `grad` lies as it must on all ranks, and nobody minds its being changed.

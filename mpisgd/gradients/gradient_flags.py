@@ -1,4 +1,4 @@
-"""What kind of gradient a parameter has, on this rank and, joined bit by bit, on any rank.
+"""Flags of gradients: whether one is there, and sparse, on this rank and, joined bit by bit, on any rank.
 
 Where no rank has a gradient it stays None, as in one process: momentum and weight decay then leave the
 parameter alone. So each rank sends a byte per parameter. It travels with the bucket, before whose operation
@@ -25,40 +25,40 @@ __all__ = [
     "MISSING",
     "NONFINITE",
     "SPARSE",
-    "KindsExchange",
+    "FlagsExchange",
+    "flag_of",
+    "flags_of",
     "join_rest",
-    "kind_of",
-    "kinds_of",
 ]
 
 MISSING, DENSE, SPARSE = 0, 1, 2
 ALL_DENSE = bytes([DENSE])  # to strip from many
 _is_sparse = operator.attrgetter("is_sparse")
-NONFINITE = 4  # besides its kind, where somebody has looked
+NONFINITE = 4  # added to these, where somebody has looked
 # When this rank reduces them; one more byte, beside those of the gradients.
 IN_BACKWARD, IN_STEP = 1, 2
 
 
-def kind_of(grad: Tensor | None) -> int:
+def flag_of(grad: Tensor | None) -> int:
     """Return MISSING, DENSE or SPARSE."""
     if grad is None:
         return MISSING
     return SPARSE if grad.is_sparse else DENSE
 
 
-def kinds_of(grads: Sequence[Tensor | None]) -> bytes:
-    """Return the kind of each. There may be hundreds, as a rule all dense, and every step asks."""
+def flags_of(grads: Sequence[Tensor | None]) -> bytes:
+    """Return those of several gradients. There may be hundreds, as a rule all dense, and every step asks."""
     some_are_missing = any(map(operator.is_, grads, itertools.repeat(None)))
     if some_are_missing or any(map(_is_sparse, grads)):
-        return bytes(map(kind_of, grads))
+        return bytes(map(flag_of, grads))
     return ALL_DENSE * len(grads)
 
 
-class KindsExchange:
-    """Joins the kinds of some gradients over the ranks, within the operation that reduces these gradients.
+class FlagsExchange:
+    """Joins the flags of some gradients over the ranks, within the operation that reduces these gradients.
 
     Args:
-        mine: this rank's kinds.
+        mine: this rank's flags.
         group: the ranks.
         note: bits that are joined, too; 0: nothing to tell on any rank.
 
@@ -78,13 +78,13 @@ class KindsExchange:
         self._reduction: PreparedCall
 
     def mark(self, place: int, bit: int) -> None:
-        """Add a bit to one of this rank's kinds, before they are exchanged."""
+        """Add a bit to one of this rank's flags, before they are exchanged."""
         marked = bytearray(self.mine)
         marked[place] |= bit
         self.mine, self.sent = bytes(marked), bytes(marked) + self.sent[len(marked) :]
 
     def before(self) -> None:
-        """Show this rank's kinds; before the consistency check of the operation."""
+        """Show this rank's flags; before the consistency check of the operation."""
         self._flat = torch.frombuffer(bytearray(self.sent), dtype=torch.uint8)
         self._reduction = reduce_ahead(self._group, self._flat, ReduceOp.BOR)
         self._reduction.begin()
@@ -100,8 +100,8 @@ class KindsExchange:
         self.noted = joined[-1] if len(self.sent) > len(self.mine) else 0
 
 
-def join_rest(exchanges: Sequence[KindsExchange], group: Group) -> bytes:
-    """Return the joined kinds of all exchanges, in order. Collective where some are not over.
+def join_rest(exchanges: Sequence[FlagsExchange], group: Group) -> bytes:
+    """Return the joined flags of all exchanges, in order. Collective where some are not over.
 
     Those whose gradients a device has sent by itself, without a consistency check, are joined here.
     """

@@ -1,4 +1,4 @@
-"""`UnbucketedGradient`: reduced where autograd has put it, unless somebody else uses that memory."""
+"""`InPlaceGradient`: reduced where autograd has put it, unless somebody else uses that memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from mpisgd.gradients.bucketing import Item, plan_buckets
-from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.gradients.in_place_gradient import InPlaceGradient
 
 
 def parameter(*shape: int, channels_last: bool = False) -> Parameter:
@@ -18,13 +18,13 @@ def parameter(*shape: int, channels_last: bool = False) -> Parameter:
     return Parameter(values.contiguous(memory_format=torch.channels_last) if channels_last else values)
 
 
-def solo_of(param: Parameter) -> UnbucketedGradient:
+def solo_of(param: Parameter) -> InPlaceGradient:
     (bucket,) = plan_buckets([Item(0, param.numel(), param.element_size(), "k")], cap_bytes=1)
-    return UnbucketedGradient(bucket, param)
+    return InPlaceGradient(bucket, param)
 
 
 @torch.no_grad()
-def reduced(solo: UnbucketedGradient, param: Parameter, exists: bool = True) -> None:
+def reduced(solo: InPlaceGradient, param: Parameter, exists: bool = True) -> None:
     """What a reducer does; the sum over two equal ranks."""
     solo.load([param.grad], set())
     solo.flat.mul_(2)
