@@ -63,7 +63,7 @@ def _default_of(field: Field[Any]) -> Any:
 
 
 def as_written(value: Any) -> str:
-    """Return what a program writes for a value: a class by its name, a dataclass as by `call_text`."""
+    """Return a value as Python source: a class by its name, a dataclass as by `call_text`."""
     if isinstance(value, type):
         return value.__qualname__
     # One with a `__repr__` of its own, which it says by repr=False, knows better.

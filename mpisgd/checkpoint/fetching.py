@@ -69,9 +69,9 @@ class _Divided(NamedTuple):
         """Return the part that a rank needs."""
         return needs[self.name][self.key]
 
-    def room(self, needs: Needs, empty: Allocate) -> Tensor | LoadedPart:
+    def buffer(self, needs: Needs, empty: Allocate) -> Tensor | LoadedPart:
         """Return memory for that."""
-        return self.needed(needs).room(self.entry.shape, self.entry.dtype, empty)
+        return self.needed(needs).buffer(self.entry.shape, self.entry.dtype, empty)
 
 
 class _Head(NamedTuple):
@@ -115,15 +115,15 @@ def fetch(group: Group, path: Location, objects: Mapping[str, Any], needs: Needs
             head = at_root(group, asked, root.next_head)
             with raised_on_every_rank(group):
                 common = {entry.name: empty(entry.shape, entry.dtype) for entry in head.common}
-                rooms = {one.entry.name: one.room(needs, empty) for one in head.divided}
+                buffers = {one.entry.name: one.buffer(needs, empty) for one in head.divided}
                 root.make_room(empty)
             if group.rank == ROOT:
-                root.read(common, rooms)
+                root.read(common, buffers)
             else:
-                _receive(group, head.divided, needs, rooms)
+                _receive(group, head.divided, needs, buffers)
             is_intact = at_root(group, Operation(KIND, root=ROOT, extra="intact"), root.is_intact)
     broadcast_tensors([format.bytes_of(tensor) for tensor in common.values()], group.ranks[ROOT], group)
-    return Fetched(head.path, head.document, {**common, **rooms}, root.of_ranks, head.names)
+    return Fetched(head.path, head.document, {**common, **buffers}, root.of_ranks, head.names)
 
 
 # --- on the root --------------------------------------------------------------------------------------
@@ -205,12 +205,12 @@ class _Root:
         most = max((one.entry.nbytes for one in self._head.divided), default=0)
         self._buffer = torch.empty(most, dtype=torch.uint8)
 
-    def read(self, common: Mapping[str, Tensor], rooms: Mapping[str, Tensor | LoadedPart]) -> None:
+    def read(self, common: Mapping[str, Tensor], buffers: Mapping[str, Tensor | LoadedPart]) -> None:
         """Read all tensors, and send the parts of those that are divided; see `_receive`.
 
         Args:
             common: memory for what all ranks get.
-            rooms: memory for what this rank needs of the others.
+            buffers: memory for what this rank needs of the others.
         """
         divided = {one.entry.name: one for one in self._head.divided}
         opened = self._opened
@@ -220,17 +220,17 @@ class _Root:
             if entry.name in divided:
                 whole = self._buffer[: entry.nbytes].view(entry.dtype).view(entry.shape)
                 opened.read(entry, whole)
-                self._hand_out(divided[entry.name], whole, rooms[entry.name])
+                self._hand_out(divided[entry.name], whole, buffers[entry.name])
             else:
                 opened.read(entry, self._kept.get(entry.name))
 
-    def _hand_out(self, one: _Divided, whole: Tensor, room: Tensor | LoadedPart) -> None:
+    def _hand_out(self, one: _Divided, whole: Tensor, buffer: Tensor | LoadedPart) -> None:
         """Send each rank what it needs of a tensor, and copy what this one needs to its memory."""
         sent = []
         for rank, needs in enumerate(self._everyones):
             part = one.needed(needs)
             if rank == ROOT:
-                for mine, found in zip(part.in_room(room), part.of(whole), strict=True):
+                for mine, found in zip(part.in_buffer(buffer), part.of(whole), strict=True):
                     mine.copy_(found)
             else:
                 sent += [(rank, found) for found in part.of(whole) if found.numel()]
@@ -294,10 +294,10 @@ def _keyed(value: Any, state: Any) -> Iterator[tuple[Hashable, Tensor]]:
 
 
 def _receive(
-    group: Group, divided: Sequence[_Divided], needs: Needs, rooms: Mapping[str, Tensor | LoadedPart]
+    group: Group, divided: Sequence[_Divided], needs: Needs, buffers: Mapping[str, Tensor | LoadedPart]
 ) -> None:
     """Receive what this rank needs of the tensors that are divided."""
     for one in divided:
-        for part in one.needed(needs).in_room(rooms[one.entry.name]):
+        for part in one.needed(needs).in_buffer(buffers[one.entry.name]):
             if part.numel():
                 irecv(format.bytes_of(part), group.ranks[ROOT], group, TAG).wait()

@@ -184,7 +184,7 @@ def _pieces(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     return cut_by(outs[0], takes), cut_by(sources[0], gives)
 
 
-def _deal(call: Call) -> None:
+def _exchange(call: Call) -> None:
     outs, sources = _pieces(call)
     _compare_sizes(call)
     me = call.group.rank
@@ -196,7 +196,7 @@ def _deal(call: Call) -> None:
     )
 
 
-def _deal_in_steps(call: Call, transport: HostTransport) -> Steps:
+def _exchange_in_steps(call: Call, transport: HostTransport) -> Steps:
     outs, sources = _pieces(call)
     everyone, mine = _sizes(call)
     yield from transport.all_gather(equal_ranges(everyone, call.group.size), range_of(mine))
@@ -206,7 +206,7 @@ def _deal_in_steps(call: Call, transport: HostTransport) -> Steps:
     yield from transport.all_to_all(takes, gives, sizes)
 
 
-def _deal_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+def _exchange_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
     sizes = call.operation._replace(extra="sizes")
     call.group.queue.run(sizes, lambda: _compare_sizes(call))  # NCCL would wait for ever
     return _device(call, backend)
@@ -277,4 +277,4 @@ def _mismatch(call: Call, src: int, dst: int, sent: int, expected: int) -> Colle
     )
 
 
-ALL_TO_ALL_OF_ANY_SIZES = Collective("all_to_all", _deal, _deal_in_steps, device=_deal_on_device)
+ALL_TO_ALL_OF_ANY_SIZES = Collective("all_to_all", _exchange, _exchange_in_steps, device=_exchange_on_device)

@@ -250,7 +250,7 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
 def _described(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> str:
-    """Return what all ranks must agree on."""
+    """Describe the call in words that are the same on all ranks; they are compared."""
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     parts = [f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}, {query.dtype}"]
     if mask is not None:

@@ -60,7 +60,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[T
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a block adds to the gradients of `query`, `key` and `value`, of their shapes.
+    """Return the gradients of `query`, `key` and `value` through one block, of their shapes.
 
     Args:
         grad: of the output, of the block's rows.

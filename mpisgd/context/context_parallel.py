@@ -213,6 +213,6 @@ def _check_buffer(place: int, buffers: list[Tensor], dim: Any, size: int) -> int
 
 
 def _contents(buffers: list[Tensor]) -> str:
-    """Return what tells whether ranks have other examples. Floating-point buffers may have been computed."""
+    """Return a hash of the integer buffers, which differs where ranks have different examples."""
     exact = [buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())]
     return f"contents with hash {hash(tuple(fingerprints(exact))) & 0xFFFFFFFF:08x}"

@@ -53,7 +53,7 @@ def positions(length: int, rank: int, size: int) -> list[int]:
 
 
 def block_of(rank: int, source: int, num_rows: int, num_columns: int, is_causal: bool) -> Block:
-    """Return what rank `rank` computes with the keys of rank `source`; never nothing.
+    """Return the block of scores that rank `rank` computes with the keys of rank `source`; never empty.
 
     A part is sorted by places, so within a rank a causal mask is the usual one. The chunks of a source
     before this rank lie around those of this rank: all queries see its front, none sees its back. Those of

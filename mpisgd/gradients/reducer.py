@@ -342,7 +342,7 @@ class GradientReducer(GradientSync):
     def _nonfinite(
         self, in_flight: InFlightReduction, sparse: Sequence[int], flags: bytes
     ) -> list[int] | None:
-        """See `_unload`."""
+        """Return which of this rank's gradients are not finite; None where all ranks' are or nobody looks."""
         if not self.options.error_if_nonfinite or not any(flag & NONFINITE for flag in flags):
             return None
         order = [*in_flight.indices, *sparse]

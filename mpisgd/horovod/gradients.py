@@ -32,9 +32,9 @@ from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucket_plan import BucketPlan, item_of, plain_slot
 from mpisgd.gradients.bucketing import Bucket, plan_buckets
 from mpisgd.gradients.fusion_buffer import layout_of
+from mpisgd.gradients.gradient_flags import SPARSE
 from mpisgd.gradients.hook_order import after_others
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.gradient_flags import SPARSE
 from mpisgd.gradients.launcher import trace_contents
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.horovod.compression import Compressor

@@ -285,13 +285,13 @@ def host_means(v: Vecs, w: World) -> Vecs:
 
 
 def sent(kept: Any, v: Vecs, w: World, n: Mapping[int, float] | None = None) -> tuple[Any, Vec]:
-    """Return what the wire keeps, and the mean as it comes by it; n: how many examples each rank counts."""
+    """Return the state of the wire, and the mean that arrives; n: the number of examples of each rank."""
     kept, out = w.wire.reduce(kept, v if n is None else weighted(v, n), evenly(w))
     return kept, out[w.ranks[0]]
 
 
 def anew(kept: Any, begun: Any) -> Any:
-    """Return what a wire keeps, with what is each rank's own as it was when it had begun."""
+    """Return the state of a wire, in which the parts that are each rank's own begin anew."""
     own_names = [each.name for each in fields(kept) if each.metadata[OWNER] == "own"] if kept else []
     return replace(kept, **{name: getattr(begun, name) for name in own_names}) if own_names else kept
 

@@ -90,7 +90,7 @@ def stuck_ranks(states: Sequence[RankState]) -> set[int]:
 
 
 def _key_of(wait: Wait, rank: int) -> object:
-    """Return what is equal where waits end by the same; of members their place in memory: they are many."""
+    """Return a key that waits share which the same event ends; members by their place in memory."""
     ends = bool(wait.mpi_call or wait.own_limit), wait.is_local
     if wait.message is not None:
         return *ends, rank, wait.message

@@ -54,7 +54,7 @@ class Survey(Sequence[RankState]):
         return self._states[place]
 
     def missing(self, wait: Wait) -> tuple[int, ...]:
-        """See `missing`."""
+        """Return the ranks without which a wait does not end; see the function `missing`."""
         if wait.message is not None:
             return tuple(wait.message.partners)
         if wait.awaited or not self._states:
@@ -75,7 +75,7 @@ class Survey(Sequence[RankState]):
         return late or [rank for rank in known if by_rank[rank].state not in (RUNS, WAITS)]
 
     def for_whom(self, wait: Wait, rank: int) -> str:
-        """See `for_whom`."""
+        """Return ` for ranks 1, 2`, those that `rank` waits for; see the function `for_whom`."""
         late = self.missing(wait)
         if not late:
             return ""
@@ -108,7 +108,7 @@ class Survey(Sequence[RankState]):
 
 
 def _what_is_awaited(wait: Wait) -> object:
-    """Return what is equal where waits are for the same; of members their place in memory: they are many."""
+    """Return a key that waits for the same ranks share; members by their place in memory."""
     return wait.message, wait.awaited, id(wait.members), wait.number, wait.ordinal, wait.what
 
 

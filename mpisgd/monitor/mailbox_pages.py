@@ -186,7 +186,7 @@ class MailboxPages:
         return self._words[rank][STEPS : STEPS + len(Steps._fields)]
 
     def meters(self, rank: int) -> Meters:
-        """Return what a rank has added up, which need not answer for this."""
+        """Return the sums of a rank's metrics, which need not answer for this."""
         return Meters(*self.meter_words(rank))
 
     def meter_words(self, rank: int) -> memoryview:

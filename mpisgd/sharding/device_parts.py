@@ -74,15 +74,15 @@ class DeviceParts:
     """What each rank owns of some device tensors.
 
     Args:
-        rooms: for each rank contiguous tensors [n], of one dtype, of the same sizes on all ranks.
+        buffers: for each rank contiguous tensors [n], of one dtype, of the same sizes on all ranks.
         group: the ranks.
     """
 
-    def __init__(self, rooms: Sequence[Sequence[Tensor]], group: Group) -> None:
-        self._rooms, self._group = rooms, group
-        self._sizes = [sum(room.numel() for room in of_one) for of_one in rooms]
+    def __init__(self, buffers: Sequence[Sequence[Tensor]], group: Group) -> None:
+        self._buffers, self._group = buffers, group
+        self._sizes = [sum(buffer.numel() for buffer in of_one) for of_one in buffers]
         self._slice = max(self._sizes)
-        self._like = next(room for of_one in rooms for room in of_one)
+        self._like = next(buffer for of_one in buffers for buffer in of_one)
 
     @property
     def is_even(self) -> bool:
@@ -91,7 +91,7 @@ class DeviceParts:
 
     @property
     def _mine(self) -> Sequence[Tensor]:
-        return self._rooms[self._group.rank]
+        return self._buffers[self._group.rank]
 
     def reduce_scatter(
         self, op: ReduceOp, operation: Operation, wire: torch.dtype, take: Callable[[Tensor], None]
@@ -139,7 +139,7 @@ class DeviceParts:
             part = self._part(owner)
             works.append(broadcast(part, src, self._group, async_op=self._is_async) if part.numel() else None)
             arriving.append(part)
-        return self._work(works, lambda: self._deal_out(arriving), arriving)
+        return self._work(works, lambda: self._distribute(arriving), arriving)
 
     def _gather_slices(self, what: str) -> PartsWork:
         whole = self._as_slices()
@@ -151,14 +151,14 @@ class DeviceParts:
         shape, dtype, device = tuple(mine.shape), dtype_name(mine.dtype), device_kind(mine)
         operation = Operation("all_gather", "", dtype, shape, extra=what, device=device)
         work = run(ALL_GATHER_INTO, Call(self._group, operation, [out], [mine]), self._is_async, out.nbytes)
-        return self._work([work], partial(self._deal_out, () if whole is not None else slices), [out])
+        return self._work([work], partial(self._distribute, () if whole is not None else slices), [out])
 
-    def _deal_out(self, slices: Sequence[Tensor]) -> None:
-        """Copy to the others' rooms what has come from them."""
+    def _distribute(self, slices: Sequence[Tensor]) -> None:
+        """Copy to the others' buffers what has come from them."""
         for owner, arrived in enumerate(slices):
-            rooms = self._rooms[owner]
-            if owner != self._group.rank and rooms and arrived.data_ptr() != rooms[0].data_ptr():
-                torch._foreach_copy_(list(rooms), self._cut(arrived, owner))
+            buffers = self._buffers[owner]
+            if owner != self._group.rank and buffers and arrived.data_ptr() != buffers[0].data_ptr():
+                torch._foreach_copy_(list(buffers), self._cut(arrived, owner))
 
     @property
     def _is_async(self) -> bool:
@@ -171,32 +171,32 @@ class DeviceParts:
         return PartsWork(works, then, memory, self._like, self._group)
 
     def _part(self, owner: int) -> Tensor:
-        rooms = self._rooms[owner]
-        return as_one(rooms) if rooms else self._like[:0]
+        buffers = self._buffers[owner]
+        return as_one(buffers) if buffers else self._like[:0]
 
     def _packed(self) -> Tensor:
         """Return slices with what all ranks own, [size * slice]; what is behind it there is anything."""
         out = self._like.new_empty(self._slice * self._group.size)
         slices = cut_by(out, [self._slice] * self._group.size)
         places = [place for owner, part in enumerate(slices) for place in self._cut(part, owner)]
-        torch._foreach_copy_(places, [room for of_one in self._rooms for room in of_one])
+        torch._foreach_copy_(places, [buffer for of_one in self._buffers for buffer in of_one])
         return out
 
     def _cut(self, slice_: Tensor, owner: int) -> list[Tensor]:
         """Return the memory of an owner in a slice."""
-        sizes = [room.numel() for room in self._rooms[owner]]
+        sizes = [buffer.numel() for buffer in self._buffers[owner]]
         return cut_by(slice_[: sum(sizes)], sizes)
 
     def _as_slices(self) -> Tensor | None:
-        """Return all rooms as one tensor, if they are slices of one size that lie side by side in order."""
-        rooms = [room for of_one in self._rooms for room in of_one]
-        if any(len(of_one) != 1 for of_one in self._rooms) or len(set(self._sizes)) > 1:
+        """Return all buffers as one tensor, if they are slices of one size that lie side by side in order."""
+        buffers = [buffer for of_one in self._buffers for buffer in of_one]
+        if any(len(of_one) != 1 for of_one in self._buffers) or len(set(self._sizes)) > 1:
             return None
-        first = rooms[0]
+        first = buffers[0]
         memory = first.untyped_storage()._cdata
-        if not all(_follows(a, b) and b.untyped_storage()._cdata == memory for a, b in pairwise(rooms)):
+        if not all(_follows(a, b) and b.untyped_storage()._cdata == memory for a, b in pairwise(buffers)):
             return None
-        return first.as_strided((self._slice * len(rooms),), (1,), first.storage_offset())
+        return first.as_strided((self._slice * len(buffers),), (1,), first.storage_offset())
 
 
 def _follows(first: Tensor, second: Tensor) -> bool:

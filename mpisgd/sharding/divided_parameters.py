@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.arrivals import arriving
 from mpisgd.accelerator.buffers import ALONE_BYTES, on_host
+from mpisgd.accelerator.host_prefetch import prefetch_to_host
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
 from mpisgd.dtypes import dtype_name
@@ -309,7 +309,7 @@ class DividedParameters:
             return self.part(range_.members[0])
         return memory.blocks[range_.members[0].param].part(range_)
 
-    def rooms(self, range_: PieceRange, wanted: Container[int]) -> list[Tensor]:
+    def tensors_in(self, range_: PieceRange, wanted: Container[int]) -> list[Tensor]:
         """Return the memory of the parts of some parameters that lie in a range, neighbours as one."""
         members = [member for member in range_.members if member.param in wanted]
         if 1 < len(members) == len(range_.members):
@@ -321,7 +321,7 @@ class DividedParameters:
     def hand_over(self, receiver: Receiver) -> None:
         """See `Pieces`; one after the other as the gradients come from a device."""
         found = [(piece, piece.grad) for piece in self.pieces if piece.grad is not None]
-        grads = arriving([grad for _, grad in found], self._group.streams)
+        grads = prefetch_to_host([grad for _, grad in found], self._group.streams)
         for (piece, _), grad in zip(found, grads, strict=True):
             receiver.received(piece, grad)
         receiver.finish()

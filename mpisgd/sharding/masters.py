@@ -31,7 +31,7 @@ class RefreshMasters:
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, pieces: Iterable[Piece]) -> None:
@@ -56,10 +56,10 @@ class RefreshMasters:
 
     def _is_rounded(self, master: Tensor, target: Tensor) -> bool:
         """Return whether a parameter is its rounded master; [n], on the CPU."""
-        room = self._rooms.get(target.dtype)
-        if room is None or room.numel() < target.numel():
-            room = self._rooms[target.dtype] = torch.empty_like(target)
-        return _have_same_bits(room[: target.numel()].copy_(master), target)
+        buffer = self._buffers.get(target.dtype)
+        if buffer is None or buffer.numel() < target.numel():
+            buffer = self._buffers[target.dtype] = torch.empty_like(target)
+        return _have_same_bits(buffer[: target.numel()].copy_(master), target)
 
 
 def _refresh(piece: Piece) -> None:

@@ -32,7 +32,7 @@ class NeededPart(NamedTuple):
         """Return the needed parts of a rank that has these parts of a parameter; they are in order."""
         return cls(layout, tuple((member.first, member.numel) for member in members))
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, empty: Allocate) -> "LoadedPart | Tensor":
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, empty: Allocate) -> "LoadedPart | Tensor":
         """Return memory for what is needed of a tensor; of those of another shape that is everything."""
         if self.runs and not self._is_cut(shape):
             return empty(tuple(shape), dtype)
@@ -40,7 +40,7 @@ class NeededPart(NamedTuple):
         return LoadedPart(self, torch.Size(shape), empty((numel,), dtype))
 
     def of(self, tensor: Tensor) -> list[Tensor]:
-        """Return the needed elements of a tensor, run by run; see `in_room`."""
+        """Return the needed elements of a tensor, run by run; see `in_buffer`."""
         if not self.runs:
             return []
         if not self._is_cut(tensor.shape):
@@ -48,12 +48,12 @@ class NeededPart(NamedTuple):
         flat = flat_view(tensor, self.layout)
         return [flat[first : first + numel] for first, numel in self.runs]
 
-    def in_room(self, room: "LoadedPart | Tensor") -> list[Tensor]:
-        """Return the memory of what is needed in what `room` has made."""
-        if isinstance(room, Tensor):
-            return [room.reshape(-1)]
+    def in_buffer(self, buffer: "LoadedPart | Tensor") -> list[Tensor]:
+        """Return the memory of what is needed in what `buffer` has made."""
+        if isinstance(buffer, Tensor):
+            return [buffer.reshape(-1)]
         lengths = [numel for _, numel in self.runs]
-        return list(torch.split(room.elements, lengths)) if lengths else []
+        return list(torch.split(buffer.elements, lengths)) if lengths else []
 
     def _is_cut(self, shape: Sequence[int]) -> bool:
         return tuple(shape) == tuple(self.layout.shape)

@@ -23,13 +23,13 @@ from mpisgd.interfaces.host_transport import HostMemory
 from mpisgd.memory_ranges import Span, consecutive_spans, range_of
 from mpisgd.transport.messages.link import Parts, Transfer, frames
 
-__all__ = ["Owners", "Pack", "Rooms", "Transfers"]
+__all__ = ["Buffers", "Owners", "Pack", "Transfers"]
 
 PARTS_UNDER_WAY = 3
 
-Rooms = Sequence[Sequence[Tensor]]  # of each owner
-# Returns what travels of rooms, of the owners that this rank is or represents, and what fills them then.
-Pack = Callable[[Rooms], tuple[Rooms, Callable[[], None]]]
+Buffers = Sequence[Sequence[Tensor]]  # of each owner
+# Returns what travels of buffers, of the owners that this rank is or represents, and what fills them then.
+Pack = Callable[[Buffers], tuple[Buffers, Callable[[], None]]]
 
 
 class Transfers:
@@ -125,20 +125,20 @@ class Owners:
             return list(self.group.queue.communicator.all_gather_object(obj))
         return [obj] if self.memory is None else self.memory.all_gather_object(obj)
 
-    def exchange(self, rooms: Rooms, *, one_copy: bool = False) -> None:
-        """Fill everyone's `rooms[r]` with what the r-th owner has there.
+    def exchange(self, buffers: Buffers, *, one_copy: bool = False) -> None:
+        """Fill everyone's `buffers[r]` with what the r-th owner has there.
 
         Args:
-            rooms: for each owner contiguous CPU tensors, of the same sizes on all ranks.
-            one_copy: whether `rooms` are the same memory for all ranks of a host.
+            buffers: for each owner contiguous CPU tensors, of the same sizes on all ranks.
+            one_copy: whether `buffers` are the same memory for all ranks of a host.
 
         Cost: with h hosts, an owner sends what it has h - 1 times; on a host every rank writes what it has
             and what came in for it, and reads the rest, through the staging memory.
         """
-        self.exchange_in_turn([[[in_order(t) for t in of_one] for of_one in rooms]], one_copy=one_copy)
+        self.exchange_in_turn([[[in_order(t) for t in of_one] for of_one in buffers]], one_copy=one_copy)
 
     def exchange_in_turn(
-        self, parts: Iterable[Rooms], *, one_copy: bool = False, pack: Pack | None = None
+        self, parts: Iterable[Buffers], *, one_copy: bool = False, pack: Pack | None = None
     ) -> None:
         """Do the same for several parts: messages of the next ones travel while one goes round the host.
 
@@ -149,7 +149,7 @@ class Owners:
             pack: what travels between hosts instead of the tensors; None: they do.
         """
         with Transfers() as transfers:
-            under_way: deque[tuple[Rooms, Transfer | None, Callable[[], None]]] = deque()
+            under_way: deque[tuple[Buffers, Transfer | None, Callable[[], None]]] = deque()
             for flats in parts:
                 begun, unpack = None, _nothing
                 if len(self.nodes) > 1:
@@ -164,7 +164,7 @@ class Owners:
             self.memory.barrier()
 
     def _arrive(
-        self, flats: Rooms, transfer: Transfer | None, unpack: Callable[[], None], *, one_copy: bool
+        self, flats: Buffers, transfer: Transfer | None, unpack: Callable[[], None], *, one_copy: bool
     ) -> None:
         if transfer is not None:
             transfer.wait()
@@ -172,7 +172,7 @@ class Owners:
         if self.memory is not None and len(self.here) > 1 and not one_copy:
             self._exchange_here(flats, self.memory)
 
-    def _begin_between_hosts(self, flats: Rooms) -> Transfer:
+    def _begin_between_hosts(self, flats: Buffers) -> Transfer:
         sends = [
             (self.counterpart(self.rank, host), tensor)
             for host in range(len(self.nodes))
@@ -189,7 +189,7 @@ class Owners:
             [(src, frame) for src, tensor in receives for frame in frames(tensor)],
         )
 
-    def _exchange_here(self, flats: Rooms, memory: HostMemory) -> None:
+    def _exchange_here(self, flats: Buffers, memory: HostMemory) -> None:
         streams = [
             consecutive_spans([range_of(flat) for owner in owners for flat in flats[owner]], local)
             for local, owners in enumerate(self.represented)

@@ -237,12 +237,12 @@ class Receiver(Protocol):
     """Takes combined gradients.
 
     Attributes:
-        in_place: whether `room_for` may be the memory in which the gradient of this rank lies.
+        in_place: whether `buffer_for` may be the memory in which the gradient of this rank lies.
     """
 
     in_place: bool
 
-    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
+    def buffer_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
         """Return [numel] for the gradient of a piece; `mine` is this rank's, if it lies in one piece."""
 
     def received(self, piece: Piece, grad: Tensor) -> None:

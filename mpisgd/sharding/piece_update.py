@@ -27,24 +27,24 @@ class PieceUpdate:
         self._optimizer, self._state = optimizer, state
         self._step = single_step(optimizer)
         self._refresh_masters = RefreshMasters()
-        self._rooms: dict[torch.dtype, Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
         self._used: dict[torch.dtype, int] = {}
         self._batch: list[Piece] = []
         self._num_bytes = 0
         self._error: Exception | None = None
 
-    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
+    def buffer_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
         """See `Receiver`."""
         dtype, numel = piece.dtype, piece.tensor.numel()
-        room = self._rooms.get(dtype)
-        if room is None or numel > room.numel():
+        buffer = self._buffers.get(dtype)
+        if buffer is None or numel > buffer.numel():
             least = 2 * BATCH_BYTES // dtype.itemsize
-            self._rooms[dtype] = room = torch.zeros(max(numel, least), dtype=dtype)
-        if self._used.get(dtype, 0) + numel > room.numel():
+            self._buffers[dtype] = buffer = torch.zeros(max(numel, least), dtype=dtype)
+        if self._used.get(dtype, 0) + numel > buffer.numel():
             self.finish()
         used = self._used.get(dtype, 0)
         self._used[dtype] = used + numel
-        return room[used : used + numel]
+        return buffer[used : used + numel]
 
     def received(self, piece: Piece, grad: Tensor) -> None:
         """Update a piece, or leave it for the next ones if it is small."""

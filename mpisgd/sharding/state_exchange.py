@@ -40,16 +40,16 @@ def to_everyone(
             (mine, tensors) if owner == owners.rank else _allocated(other, empty)
             for owner, (other, _) in enumerate(told)
         ]
-    rooms = [tensors for _, tensors in theirs]
+    buffers = [tensors for _, tensors in theirs]
 
     def travel() -> None:
         if len(wanting) == owners.size:
-            owners.exchange(rooms)
+            owners.exchange(buffers)
             return
         others = [(owner, rank) for owner, rank in enumerate(owners.ranks) if owner != owners.rank]
         owners.begin(
             [(rank, in_order(tensor)) for owner, rank in others if owner in wanting for tensor in tensors],
-            [(rank, in_order(room)) for owner, rank in others if is_wanted for room in rooms[owner]],
+            [(rank, in_order(buffer)) for owner, rank in others if is_wanted for buffer in buffers[owner]],
         ).wait()
 
     owners.group.queue.run(_operation("state"), travel)
@@ -80,14 +80,14 @@ def to_owners(
         for owner, rank in others:
             theirs, _ = _allocated(outlines[owner], _without_memory)
             outline, _ = _outlined(_owned_by(ranges[owners.rank], theirs))
-            states, rooms = _allocated(outline, store.empty)
+            states, buffers = _allocated(outline, store.empty)
             found += states
-            receives += [(rank, room) for room in rooms]
+            receives += [(rank, buffer) for buffer in buffers]
     owners.group.queue.run(
         _operation("parts"),
         lambda: owners.begin(
             [(rank, in_order(tensor)) for rank, tensor in sends],
-            [(rank, in_order(room)) for rank, room in receives],
+            [(rank, in_order(buffer)) for rank, buffer in receives],
         ).wait(),
     )
     return found

@@ -88,8 +88,8 @@ def test_parts_are_kept_for_the_stream_that_takes_them(device, sizes):
     seen = torch.zeros(sizes[mpisgd.rank()], device=DEVICE)
     gpu.synchronize()
     with gpu.stream(mine):
-        rooms = [[torch.full((n,), mpisgd.rank() + 1.0, device=DEVICE)] for n in sizes]
-        parts = DeviceParts(rooms, world())
+        buffers = [[torch.full((n,), mpisgd.rank() + 1.0, device=DEVICE)] for n in sizes]
+        parts = DeviceParts(buffers, world())
         operation = Operation("reduce_scatter")
         work = parts.reduce_scatter(ReduceOp.SUM, operation, torch.float32, lambda mine: seen.copy_(mine))
     with gpu.stream(other):

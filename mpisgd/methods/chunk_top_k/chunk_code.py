@@ -44,7 +44,7 @@ class _Chunks(NamedTuple):
     kept: int
 
     def sent(self, values: Tensor) -> Tensor:
-        """Return what belongs to their elements of what is there of each that is sent, [number, kept]."""
+        """Return the entries of `values` for the elements that these chunks send, [number, kept]."""
         number = self.elements.number
         return values[self.first : self.first + number * self.kept].view(number, self.kept)
 
@@ -123,7 +123,7 @@ class ChunkCode:
             part.elements.of(out).scatter_add_(1, chosen, values if sign > 0 else values.neg_())
 
     def _values(self, codes: Tensor, least: Tensor, largest: Tensor) -> Tensor:
-        """Return what codes stand for, of chunks of these bounds."""
+        """Return the values of codes in chunks with these smallest and largest magnitudes."""
         levels = (codes & self._top).to(self._dtype)
         values = levels.mul_((largest - least) / self._top).add_(least)
         return torch.where(codes > self._top, -values, values)

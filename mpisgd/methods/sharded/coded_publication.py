@@ -15,7 +15,7 @@ from torch import Tensor
 from mpisgd.compress.code import Code
 from mpisgd.methods.sharded.publication import Publication
 from mpisgd.sharding.divided_parameters import DividedParameters
-from mpisgd.sharding.owners import Rooms
+from mpisgd.sharding.owners import Buffers
 from mpisgd.sharding.reduction.coded_reduction import MakeShardCode
 from mpisgd.sharding.state_exchange import runs_of
 
@@ -52,7 +52,7 @@ class CodedPublication(Publication):
         ]
         return [part for part in alike if part]
 
-    def _find_rooms(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
+    def _find_buffers(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
         """See `Publication`; blocks of a code go on where pieces cut a parameter, and end with it."""
         self._codes.clear()
         runs = [
@@ -69,29 +69,31 @@ class CodedPublication(Publication):
 
     # -- inside the queue ---------------------------------------------------------------------------
 
-    def _pack(self, rooms: Rooms) -> tuple[Rooms, Callable[[], None]]:
+    def _pack(self, buffers: Buffers) -> tuple[Buffers, Callable[[], None]]:
         """Return the messages of the owners that this rank sends and receives for; see `Pack`."""
         owners = self._parameters.owners
-        codes = {owner: self._code_of(rooms[owner]) for owner in owners.mine if rooms[owner]}
+        codes = {owner: self._code_of(buffers[owner]) for owner in owners.mine if buffers[owner]}
         messages = [
             [torch.empty(codes[owner].nbytes, dtype=torch.uint8)] if owner in codes else []
             for owner in range(owners.size)
         ]
         if owners.rank in codes:
-            codes[owners.rank].encode(torch.cat(list(rooms[owners.rank])), messages[owners.rank][0])
+            codes[owners.rank].encode(torch.cat(list(buffers[owners.rank])), messages[owners.rank][0])
 
         def unpack() -> None:
             for owner, code in codes.items():
                 values = code.decode(messages[owner][0])
-                for room, value in zip(
-                    rooms[owner], torch.split(values, [room.numel() for room in rooms[owner]]), strict=True
+                for buffer, value in zip(
+                    buffers[owner],
+                    torch.split(values, [buffer.numel() for buffer in buffers[owner]]),
+                    strict=True,
                 ):
-                    room.copy_(value)
+                    buffer.copy_(value)
 
         return messages, unpack
 
-    def _code_of(self, rooms: Sequence[Tensor]) -> Code:
-        key = rooms[0].dtype, tuple(room.numel() for room in rooms)
+    def _code_of(self, buffers: Sequence[Tensor]) -> Code:
+        key = buffers[0].dtype, tuple(buffer.numel() for buffer in buffers)
         if key not in self._codes:
             self._codes[key] = self._make_code(key[1], key[0])
         return self._codes[key]

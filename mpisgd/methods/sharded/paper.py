@@ -46,7 +46,7 @@ class CodedGradients(Paper[None]):
         return s, everyone(Vec({n: out[n].view(first[n].shape) for n in first}), w)
 
     def of_host(self, v: torch.Tensor, is_owners: bool) -> torch.Tensor:
-        """Return what the owner adds up of the sum of a host."""
+        """Return the sum of a host as it arrives at the owner: rounded, if it comes from another host."""
         return v if is_owners or not self.L else in_blocks(v, self.L, self.B)
 
 
@@ -78,7 +78,7 @@ class CodedParameters(Paper[Masters]):
         return Masters(y), {j: x[j] | self.Q(y.only(g[i]), w) for j in w.ranks}
 
     def Q(self, y: Vec, w: World) -> Vec:
-        """Return what all ranks get of the owners' chunks."""
+        """Return the parameters as they arrive: rounded in blocks, where there are several hosts."""
         out = y.each(lambda tensor: tensor.clone().flatten())
         for piece in (piece for chunk in w.layout for piece in chunk if piece.name in y):
             if len(w.hosts) > 1:

@@ -40,8 +40,8 @@ class Publication:
         self._group = parameters.owners.group
         self._updated: Sequence[bool] = ()
         self._parts: dict[Any, list[Sequence[int]]] = {}
-        self._rooms: dict[Any, list[list[list[Tensor]]]] = {}
-        self._known_ranges: Any = None  # those of `_parts` and `_rooms`
+        self._buffers: dict[Any, list[list[list[Tensor]]]] = {}
+        self._known_ranges: Any = None  # those of `_parts` and `_buffers`
 
     _pack: Pack | None = None  # of what travels between hosts
 
@@ -104,17 +104,17 @@ class Publication:
         return [part for part in together if part]
 
     def _by_bucket(self) -> list[list[int]]:
-        """Return what was updated of no bucket, and of each, in the order of forward."""
+        """Return the updated parameters that are in no bucket, then those of each, in forward's order."""
         buckets = self._parameters.buckets
         inside = {index for bucket in buckets for index in bucket}
         rest = [index for index in range(len(self._updated)) if index not in inside]
         return [[i for i in bucket if self._updated[i]] for bucket in (rest, *reversed(buckets))]
 
     def _forget_if_divided_anew(self) -> None:
-        known = max(len(self._parts), len(self._rooms))
+        known = max(len(self._parts), len(self._buffers))
         if self._known_ranges is not self._parameters.ranges or known > MAX_KNOWN:
             self._parts.clear()
-            self._rooms.clear()
+            self._buffers.clear()
             self._known_ranges = self._parameters.ranges
 
     def _send_in_background(self, part: Sequence[int], what: str) -> Work:
@@ -127,10 +127,10 @@ class Publication:
     def _send(self, parts: Sequence[Sequence[int]], what: str, *, async_op: bool) -> Work | None:
         """Bring updated parameters from their owners to everyone, part by part. Collective."""
         owners, one_copy = self._parameters.owners, self._parameters.one_copy
-        rooms = self._rooms_of(parts)
+        buffers = self._buffers_of(parts)
         return self._group.queue.run(
             Operation("shards of parameters", extra=f"{what} of updated {self._which}"),
-            lambda: owners.exchange_in_turn(rooms, one_copy=one_copy, pack=self._pack),
+            lambda: owners.exchange_in_turn(buffers, one_copy=one_copy, pack=self._pack),
             async_op=async_op,
         )
 
@@ -139,7 +139,7 @@ class Publication:
         named, what = self._parameters.named, f"{what} of updated {self._which}"
         dtypes = sorted({named[i][1].dtype for i in part}, key=str)
         alike = [[i for i in part if named[i][1].dtype is dtype] for dtype in dtypes]
-        works = [DeviceParts(rooms, self._group).all_gather(what) for rooms in self._rooms_of(alike)]
+        works = [DeviceParts(buffers, self._group).all_gather(what) for buffers in self._buffers_of(alike)]
         return PartsWork(works, lambda: None, [], named[part[0]][1], self._group)
 
     @property
@@ -147,19 +147,19 @@ class Publication:
         """A hash of which parameters were updated."""
         return hashlib.blake2b(bytes(self._updated), digest_size=8).hexdigest()
 
-    def _rooms_of(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
+    def _buffers_of(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
         """Return for each part what each owner has of it, in this rank's memory; known from step to step."""
         self._forget_if_divided_anew()
         key = tuple(map(tuple, parts))
-        if key not in self._rooms:
-            self._rooms[key] = self._find_rooms(parts)
-        return self._rooms[key]
+        if key not in self._buffers:
+            self._buffers[key] = self._find_buffers(parts)
+        return self._buffers[key]
 
-    def _find_rooms(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
+    def _find_buffers(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
         ranges, wanted = self._parameters.ranges, [frozenset(part) for part in parts]
         return [
             [
-                [room for range_ in of_one for room in self._parameters.rooms(range_, part)]
+                [buffer for range_ in of_one for buffer in self._parameters.tensors_in(range_, part)]
                 for of_one in ranges
             ]
             for part in wanted

@@ -119,17 +119,17 @@ class BucketRoute:
         # Whether a GPU sends by itself is not known before the first time.
         in_flight = 2 if self._launcher.can_overlap or on_device(self._launcher.params[0]) else 1
         joined = self._join(buckets)
-        sizes = [[self._room_bytes(buckets[place]) for place in places] for places in joined]
+        sizes = [[self._buffer_bytes(buckets[place]) for place in places] for places in joined]
         most = max(map(sum, sizes), default=0)
         memory = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(in_flight)]
-        for number, (places, rooms) in enumerate(zip(joined, sizes, strict=True)):
+        for number, (places, lengths) in enumerate(zip(joined, sizes, strict=True)):
             at = 0
-            for place, room in zip(places, rooms, strict=True):
+            for place, nbytes in zip(places, lengths, strict=True):
                 bucket = buckets[place]
                 dtype = self._launcher.params[bucket.indices[0]].dtype
-                flat = memory[number % in_flight][at : at + room].view(dtype)[: bucket.numel]
+                flat = memory[number % in_flight][at : at + nbytes].view(dtype)[: bucket.numel]
                 slots.append(self._slot(bucket, flat))
-                at += room
+                at += nbytes
         return slots
 
     def _slot(self, bucket: Bucket, flat: Tensor | None = None) -> BucketSlot:
@@ -140,7 +140,7 @@ class BucketRoute:
         layout = BucketLayout(tuple(map(shape_in_memory, params)), params[0].dtype, params[0].device)
         return slot._replace(reducer=compression.reducer(layout))
 
-    def _room_bytes(self, bucket: Bucket) -> int:
+    def _buffer_bytes(self, bucket: Bucket) -> int:
         """Return the bytes that a bucket takes of the memory for buckets: 0 for what travels by itself."""
         if is_alone(bucket, [self._launcher.params[i] for i in bucket.indices]):
             return 0
@@ -265,12 +265,12 @@ class BucketRoute:
         _release_slot(slot)
         in_flight.at_owners.discard(place)
 
-    def _exchange(self, rooms: Sequence[Sequence[Tensor]]) -> None:
+    def _exchange(self, buffers: Sequence[Sequence[Tensor]]) -> None:
         what, group, owners = "shards of a bucket", self._launcher.group, self._parameters.owners
-        if any(on_device(room) for of_one in rooms for room in of_one):
-            DeviceParts(rooms, group).all_gather(what).wait()
+        if any(on_device(buffer) for of_one in buffers for buffer in of_one):
+            DeviceParts(buffers, group).all_gather(what).wait()
         else:
-            group.queue.run(Operation("gradients", extra=what), lambda: owners.exchange(rooms))
+            group.queue.run(Operation("gradients", extra=what), lambda: owners.exchange(buffers))
 
     def release(self) -> None:
         """Forget the shards that lie in gradients."""

@@ -94,7 +94,7 @@ class CodedShardReduction(ShardReduction):
         """Add up on this host what it has for each owner, and send those elsewhere the code of it."""
         owners, mine, wide = self._owners, self._mine, self._arithmetic.total
         numels = [sum(span.numel for span in self._spans[owner]) for owner in owners.mine]
-        self._sums = dict(zip(owners.mine, self._scratch.rooms(numels, wide), strict=True))
+        self._sums = dict(zip(owners.mine, self._scratch.buffers(numels, wide), strict=True))
         self._receive_sums(transfers)
 
         def combine(k: int, everyones: Sequence[Tensor]) -> None:

@@ -145,7 +145,9 @@ class PieceReduction:
         mine = parts[self._memory.rank]
         own = [flats[part.param][part.first : part.first + part.numel] for part in mine]
         waiting = iter(pieces)
-        open_: list[tuple[Piece, Tensor]] = []  # the one whose parts come now, and the room for its gradient
+        open_: list[
+            tuple[Piece, Tensor]
+        ] = []  # the one whose parts come now, and the buffer for its gradient
 
         def combine(k: int, everyones: Sequence[Tensor]) -> None:
             part = mine[k]
@@ -153,11 +155,11 @@ class PieceReduction:
                 piece = next(waiting)
                 first = piece.members[0].first
                 lies_here = flats[part.param][first : first + piece.members[0].numel]
-                open_[:] = [(piece, receiver.room_for(piece, lies_here))]
-            piece, room = open_[0]
-            self._combine(everyones, room[part.at : part.at + part.numel])
+                open_[:] = [(piece, receiver.buffer_for(piece, lies_here))]
+            piece, buffer = open_[0]
+            self._combine(everyones, buffer[part.at : part.at + part.numel])
             if part.is_last:
-                receiver.received(piece, room)
+                receiver.received(piece, buffer)
 
         return self._memory.reduce_to_owners(ranges, own, combine, in_place=receiver.in_place)
 
@@ -168,12 +170,12 @@ class PieceReduction:
         return isinstance(self._place_of[piece.members[0].param].slot.storage, InPlaceGradient)
 
     def _combine_small(self, piece: Piece, receiver: Receiver) -> None:
-        room = receiver.room_for(piece, None)
+        buffer = receiver.buffer_for(piece, None)
         for source in self._sources_of(piece):
             stop = source.first + source.numel
             everyones = [other[source.first : stop] for other in source.region.everyones]
-            self._combine(everyones, room[source.at : source.at + source.numel])
-        receiver.received(piece, room)
+            self._combine(everyones, buffer[source.at : source.at + source.numel])
+        receiver.received(piece, buffer)
 
     def _combine(self, everyones: Sequence[Tensor], out: Tensor) -> None:
         combine_in_rank_order(everyones, self._op, out=out)
@@ -206,18 +208,18 @@ class Settle:
     in_place = True
 
     def __init__(self) -> None:
-        self._rooms: dict[Piece, Tensor] = {}
+        self._buffers: dict[Piece, Tensor] = {}
 
-    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
+    def buffer_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
         """See `Receiver`."""
         if mine is not None:
             return mine
         numel = piece.tensor.numel()
-        if piece not in self._rooms:
-            self._rooms[piece] = torch.zeros(numel, dtype=piece.dtype)
+        if piece not in self._buffers:
+            self._buffers[piece] = torch.zeros(numel, dtype=piece.dtype)
         elif sum(member.numel for member in piece.members) < numel:
-            self._rooms[piece].zero_()  # a factor of NaN makes NaN of the padding, too
-        return self._rooms[piece]
+            self._buffers[piece].zero_()  # a factor of NaN makes NaN of the padding, too
+        return self._buffers[piece]
 
     def received(self, piece: Piece, grad: Tensor) -> None:
         """See `Receiver`."""

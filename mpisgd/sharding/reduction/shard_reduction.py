@@ -51,7 +51,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._used = self._wanted = 0
 
-    def rooms(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    def buffers(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Return uninitialized tensors of so many elements."""
         nbytes = sum(sizes) * dtype.itemsize
         start = -(-self._used // ALIGN_BYTES) * ALIGN_BYTES
@@ -192,8 +192,8 @@ class ShardReduction(BucketShard):
         as_it_lies = len(owners.here) == 1 and arithmetic.partial == self._wire
         sizes = [] if as_it_lies else [chunk.numel for chunk in mine]
         arriving = [self._numel] * (len(owners.nodes) - 1)
-        rooms = self._scratch.rooms([*sizes, *arriving], arithmetic.partial)
-        partials, self._arrivals = rooms[: len(sizes)], rooms[len(sizes) :]
+        buffers = self._scratch.buffers([*sizes, *arriving], arithmetic.partial)
+        partials, self._arrivals = buffers[: len(sizes)], buffers[len(sizes) :]
         self._partials = self._own_chunks(flat) if as_it_lies else partials
         self._receive_sums(transfers)
         if as_it_lies:
@@ -217,8 +217,8 @@ class ShardReduction(BucketShard):
         hosts = [host for host in range(len(owners.nodes)) if host != owners.host]
         sources = [owners.counterpart(owners.rank, host) for host in hosts]
         for chunk in self._owned_chunks:
-            rooms = [arrived[chunk.at : chunk.at + chunk.numel] for arrived in self._arrivals]
-            receives = list(zip(sources, rooms, strict=True))
+            buffers = [arrived[chunk.at : chunk.at + chunk.numel] for arrived in self._arrivals]
+            receives = list(zip(sources, buffers, strict=True))
             self._incoming.append(transfers.note(owners.begin([], receives)))
 
     @property

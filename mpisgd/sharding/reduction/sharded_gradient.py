@@ -43,7 +43,7 @@ class ShardedGradient(Tensor):
         return sharded
 
     def __init__(self, param: Tensor, name: str, unscale: "weakref.ref[Unscale]") -> None:
-        """See `__new__`."""
+        """Do nothing: `__new__` has set all attributes."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -338,11 +338,11 @@ class ToOwners:
             return grads[0]
         if len(grads) == 1 and piece.tensor.numel() == piece.members[0].numel:
             return self._part_of(grads[0], 0, piece)
-        room = torch.zeros(piece.tensor.numel(), dtype=piece.dtype, device=grads[0].device)
+        buffer = torch.zeros(piece.tensor.numel(), dtype=piece.dtype, device=grads[0].device)
         for k, (grad, member) in enumerate(zip(grads, piece.members, strict=True)):
             if grad is not None:
-                room[member.at : member.at + member.numel] = self._part_of(grad, k, piece)
-        return room
+                buffer[member.at : member.at + member.numel] = self._part_of(grad, k, piece)
+        return buffer
 
     def _part_of(self, grad: Tensor, k: int, piece: Piece) -> Tensor:
         """Return the part of a parameter's gradient that lies in a piece, as its k-th member."""

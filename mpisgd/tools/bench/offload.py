@@ -136,13 +136,13 @@ def _disk(plan: OffloadPlan, nbytes: int, direct: bool, num_threads: int) -> Cal
     file = PrivateFile(plan.folder, "the measurement of the disk", direct=direct)
     starts = range(0, rounded_up(nbytes), block)
     file.allocate(len(starts) * block)
-    rooms = [memory_of(aligned_memory(block)) for _ in range(num_threads)]
+    buffers = [memory_of(aligned_memory(block)) for _ in range(num_threads)]
     threads = ThreadPoolExecutor(num_threads)
 
     def read_and_write(thread: int) -> None:
         for start in starts[thread::num_threads]:
-            file.read(rooms[thread], start)
-            file.write(rooms[thread], start)
+            file.read(buffers[thread], start)
+            file.write(buffers[thread], start)
 
     def sweep() -> None:
         list(threads.map(read_and_write, range(num_threads)))

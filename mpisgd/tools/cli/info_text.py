@@ -135,11 +135,11 @@ def _binding(here: Sequence[RankInfo]) -> str:
 
 
 def _shared_memory(ranks: Sequence[RankInfo]) -> str:
-    rooms = [rank.shared_memory for rank in ranks]
-    known = [room for room in rooms if isinstance(room, dict)]
-    if len(known) < len(rooms):
-        return common(ranks, map(str, rooms))
-    least = min(known, key=lambda room: room["free_bytes"])
+    sizes = [rank.shared_memory for rank in ranks]
+    known = [size for size in sizes if isinstance(size, dict)]
+    if len(known) < len(sizes):
+        return common(ranks, map(str, sizes))
+    least = min(known, key=lambda size: size["free_bytes"])
     text = f"/dev/shm {as_size(least['total_bytes'])}, {as_size(least['free_bytes'])} free"
     return text if len(hosts(ranks)) == 1 else f"{text} (the host with the least)"
 

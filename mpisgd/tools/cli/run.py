@@ -179,7 +179,7 @@ def program_words(command: Sequence[str], module: bool = False) -> list[str]:
 
 
 def _metrics_variables(port: int | None, address: str) -> dict[str, str]:
-    """Return what tells a program to serve metrics."""
+    """Return the environment variables by which a program serves metrics."""
     if port is None:
         return {}
     return {"MPISGD_METRICS_PORT": str(port), "MPISGD_METRICS_ADDRESS": address}

@@ -287,7 +287,7 @@ class PaperRun:
     def _world(
         self, weight: Mapping[int, float] | None = None, travelling: Sequence[str] | None = None
     ) -> World:
-        """Return what a paper sees; `travelling`: parameters that are sent, by default the trained ones."""
+        """Return the world of this step; `travelling`: parameters that are sent, by default the trained."""
         _, wire, layout_of, draw = self._definition
         params = self._params[self.ranks[0]]
         if travelling is None:

@@ -74,5 +74,5 @@ def names_in(state: Any) -> set[str]:
 
 
 def _with_new(value: Any, fresh: Any) -> Any:
-    """Return what there was; where that is by parameter, also what was added since."""
+    """Return a value of the state; a `Vec` gets the entries of parameters that were added since."""
     return Vec({**(fresh or {}), **value}) if isinstance(value, Vec) else value

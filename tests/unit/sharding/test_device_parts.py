@@ -97,13 +97,13 @@ BIG = 3 * device_parts.SMALL
 CUTS: dict[str, tuple[int, Sequence[Sequence[tuple[int, int]]], set[str]]] = {
     "equal slices side by side": (12, [[(0, 4)], [(4, 8)], [(8, 12)]], {"slices"}),
     "equal slices in another order": (12, [[(8, 12)], [(0, 4)], [(4, 8)]], {"slices"}),
-    "several rooms of each": (20, [[(0, 4), (12, 17)], [(4, 8)], [(8, 12), (17, 20)]], {"slices"}),
+    "several buffers of each": (20, [[(0, 4), (12, 17)], [(4, 8)], [(8, 12), (17, 20)]], {"slices"}),
     "a rank with nothing": (7, [[(0, 4)], [], [(4, 7)]], {"slices"}),
     "one has nearly all": (BIG + 5, [[(0, BIG)], [(BIG, BIG + 5)], []], {"apart"}),
 }
 
 
-def rooms_of(flat: Tensor, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[list[Tensor]]:
+def buffers_of(flat: Tensor, cuts: Sequence[Sequence[tuple[int, int]]]) -> list[list[Tensor]]:
     return [[flat[start:stop] for start, stop in of_one] for of_one in cuts]
 
 
@@ -115,13 +115,13 @@ def test_each_rank_gets_the_sum_of_its_parts(ranks, name):
 
     def action(group: Any) -> None:
         flat, taken = everyones[group.rank].clone(), []
-        parts = DeviceParts(rooms_of(flat, cuts), group)
+        parts = DeviceParts(buffers_of(flat, cuts), group)
         work = parts.reduce_scatter(ReduceOp.SUM, Operation("gradients"), flat.dtype, taken.append)
         assert not taken
         work.wait()
         work.wait()
         (mine,) = taken
-        assert torch.equal(mine, torch.cat([*rooms_of(total, cuts)[group.rank], total[:0]]))
+        assert torch.equal(mine, torch.cat([*buffers_of(total, cuts)[group.rank], total[:0]]))
         assert torch.equal(flat, everyones[group.rank])
 
     ranks.each(action)
@@ -136,10 +136,10 @@ def test_all_ranks_get_what_each_owns(ranks, name):
     def action(group: Any) -> None:
         flat = torch.full((numel,), -1.0, dtype=torch.float64)
         for mine, value in zip(
-            rooms_of(flat, cuts)[group.rank], rooms_of(wanted, cuts)[group.rank], strict=True
+            buffers_of(flat, cuts)[group.rank], buffers_of(wanted, cuts)[group.rank], strict=True
         ):
             mine.copy_(value)
-        DeviceParts(rooms_of(flat, cuts), group).all_gather("parameters").wait()
+        DeviceParts(buffers_of(flat, cuts), group).all_gather("parameters").wait()
         assert torch.equal(flat, wanted)
 
     ranks.each(action)

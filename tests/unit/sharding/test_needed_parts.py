@@ -18,10 +18,10 @@ def empty(shape, dtype):
 
 def loaded(needed, tensor):
     """What comes of a tensor, through the memory that is made for it."""
-    room = needed.room(tensor.shape, tensor.dtype, empty)
-    for mine, found in zip(needed.in_room(room), needed.of(tensor), strict=True):
+    buffer = needed.buffer(tensor.shape, tensor.dtype, empty)
+    for mine, found in zip(needed.in_buffer(buffer), needed.of(tensor), strict=True):
         mine.copy_(found)
-    return room
+    return buffer
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -17,9 +17,9 @@ def pieces_of(lengths):
 
 def hand_over(update, pieces):
     for k, piece in enumerate(pieces):
-        room = update.room_for(piece, None)
-        room.fill_(k + 1)
-        update.received(piece, room)
+        buffer = update.buffer_for(piece, None)
+        buffer.fill_(k + 1)
+        update.received(piece, buffer)
     update.finish()
 
 

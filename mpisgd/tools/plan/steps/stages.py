@@ -121,14 +121,14 @@ def message_cost(grid: Grid) -> tuple[Costs, dict[str, float]]:
 
 
 def ring_seconds(grid: Grid, ring: RingCost) -> tuple[float, float]:
-    """Return what messages take between two blocks of keys: forward, and backward with their gradients."""
+    """Return the seconds of the messages between two blocks of keys: in forward, and in backward."""
     cost, _ = message_cost(grid)
     keys_s = cost.seconds(ring.nbytes)
     return keys_s, keys_s + cost.seconds(ring.gradient_bytes)
 
 
 def _check_s(group: Cluster) -> float:
-    """Return what it takes that all ranks find that they do the same."""
+    """Return the seconds in which the ranks of a group check that they call the same operation."""
     return group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
 
 

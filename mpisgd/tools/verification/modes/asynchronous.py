@@ -113,7 +113,7 @@ def by_one_worker(trainer: Trainer) -> Tensor:
 
 
 def of_one_worker(problem: Problem, order: int) -> Tensor:
-    """Return what `by_one_worker` must come to on each rank, by the paper: [size, steps + 1, numel]."""
+    """Return the parameters of `by_one_worker` on each rank, by the paper: [size, steps + 1, numel]."""
     model, last = problem.model(), problem.size - 1
     start, params = flat_parameters(model), dict(model.named_parameters())
     optimizers = {last: sgd(list(params.values()))}

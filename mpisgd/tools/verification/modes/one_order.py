@@ -42,7 +42,7 @@ def _by_ranks(make_optimizer: MakeOptimizer, bucket_cap_bytes: int) -> Callable[
 
 
 def _along_tree(make_optimizer: MakeOptimizer) -> Callable[[Problem], Reference]:
-    """Return what one process computes of all micro-batches; no other bit is allowed."""
+    """Return a function that trains one process on all micro-batches; no other bit is allowed."""
 
     def reference(problem: Problem) -> Reference:
         model = problem.model()

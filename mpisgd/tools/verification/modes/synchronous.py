@@ -49,7 +49,7 @@ def adam(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 def equal_to_one_process(
     make_optimizer: MakeOptimizer, max_norm: float = 0.0
 ) -> Callable[[Problem], Reference]:
-    """Return what synchronous training must be equal to; of the same problem it is computed once."""
+    """Return the reference of synchronous training; for the same problem it is computed once."""
 
     def simulate(problem: Problem, order: int) -> Tensor:
         return joined_batch(problem, make_optimizer, max_norm)
@@ -112,7 +112,7 @@ def started_apart(trainer: Trainer) -> Tensor:
 
 
 def refused_at_first(problem: Problem) -> Reference:
-    """Return what `started_apart` must be equal to."""
+    """Return the reference of `started_apart`: one process, and a 1 in each row for the refusal."""
     reference = equal_to_one_process(sgd)(problem)
     rows = reference.expected
     return reference._replace(expected=torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1))

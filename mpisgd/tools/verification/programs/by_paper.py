@@ -228,7 +228,7 @@ class ByPaper:
         self._changes.clear()
 
     def _weight(self, place: int, here: Sequence[int]) -> dict[int, float] | None:
-        """Return what each rank counts in a step of an optimizer, None: all count alike."""
+        """Return the weight of each rank in a step of an optimizer; None: equal weights."""
         if self._program.optimizers[place].weighs_learners:  # t^2 / s, and all take as many steps
             return {rank: float(examples_of_step(rank) ** 2) for rank in here}
         return {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None

@@ -183,7 +183,7 @@ def _reads_divided(program: Program) -> bool:
 
 
 def _in_one_order(walk: Walk, event: Event) -> str:
-    """Return what is wrong with an event where all passes are added up along one tree, alike on all ranks."""
+    """Return why an event may not be in a program that adds up all passes along one tree; "" if it may."""
     if not any(optimizer.option("reproducible") for optimizer in walk.program.optimizers):
         return ""
     passes, window = min(optimizer.passes for optimizer in walk.program.optimizers), walk.window

@@ -91,7 +91,7 @@ class Model:
         return total if total is not None and total.requires_grad else None
 
     def gradient_for(self, event: SetGradient) -> Tensor | None:
-        """Return what a program puts in the place of a gradient: a new tensor, or None."""
+        """Return the gradient that a program sets by itself: a new tensor, or None."""
         param = self.params[event.layer]
         values = numbers(tuple(param.shape), event.layer, exact=self._program.exact)
         return values.to(param.dtype, copy=True) if event.exists else None

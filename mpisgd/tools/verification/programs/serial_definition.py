@@ -107,7 +107,7 @@ def has_codes(strategy: mpisgd.Strategy) -> bool:
 
 
 def _compression_in(options: dict[str, Any]) -> mpisgd.Compressor | None:
-    """Return what the ranks send by: a strategy's own, or what is asked for."""
+    """Return the compressor: the strategy's own, or the one that is asked for."""
     strategy = options.get("strategy")
     own = None if strategy is None else strategy.own_compression
     return options.get("compression") if own is None else own

@@ -1,4 +1,4 @@
-"""`arriving`: device tensors come to the host one after the other, while it works on those before.
+"""`prefetch_to_host`: device tensors come to the host one after the other, while it works on those before.
 
 device    copy 0 | copy 1 | copy 2 | ...
 host               | use 0    | use 1    | use 2 ...
@@ -15,12 +15,12 @@ from mpisgd.accelerator.buffers import on_host
 from mpisgd.accelerator.own_streams import OwnStreams
 from mpisgd.accelerator.runtime import on_device, runtime
 
-__all__ = ["AHEAD_BYTES", "arriving"]
+__all__ = ["AHEAD_BYTES", "prefetch_to_host"]
 
 AHEAD_BYTES = 64 * 2**20  # that are copied, at most, before the host asks for them
 
 
-def arriving(tensors: Iterable[Tensor], streams: OwnStreams) -> Iterator[Tensor]:
+def prefetch_to_host(tensors: Iterable[Tensor], streams: OwnStreams) -> Iterator[Tensor]:
     """Yield tensors in their order, each as soon as the host can read it: itself, or a copy in pinned memory.
 
     What was queued on the current stream before comes before the copies, which have a stream of their own.
@@ -49,7 +49,7 @@ def _begin(
     if not on_device(tensor) or tensor.is_sparse:
         return on_host(tensor), None
     if tensor.device not in begun:
-        begun[tensor.device] = streams.get("arrivals", tensor.device)
+        begun[tensor.device] = streams.get("host prefetch", tensor.device)
         begun[tensor.device].wait_event(runtime().current_stream(tensor.device).record_event())
     there = runtime().pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
     with runtime().on(begun[tensor.device]):

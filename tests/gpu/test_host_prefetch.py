@@ -7,27 +7,28 @@ import torch
 from gpu_under_test import DEVICE, gpu
 
 import mpisgd
-from mpisgd.accelerator import arrivals
-from mpisgd.accelerator.arrivals import arriving
+from mpisgd.accelerator import host_prefetch
 from mpisgd.accelerator.buffers import round_to_device
+from mpisgd.accelerator.host_prefetch import prefetch_to_host
 from mpisgd.accelerator.own_streams import OwnStreams
 
 
 def test_what_is_on_the_host_is_not_copied():
     tensors = [torch.arange(3.0), torch.arange(5.0)]
-    assert [a is b for a, b in zip(arriving(tensors, OwnStreams()), tensors, strict=True)] == [True, True]
+    found = prefetch_to_host(tensors, OwnStreams())
+    assert [a is b for a, b in zip(found, tensors, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("ahead_bytes", [0, 30, 10**6])
 def test_copies_arrive_in_order_and_complete(simulated, monkeypatch, ahead_bytes):
-    monkeypatch.setattr(arrivals, "AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(host_prefetch, "AHEAD_BYTES", ahead_bytes)
     copies, real = [], simulated.copy
     monkeypatch.setattr(simulated, "copy", lambda *pair: (copies.append(1), real(*pair)))
     tensors = [torch.zeros(4, device=DEVICE) for _ in range(5)]
     for k, tensor in enumerate(tensors):
         tensor.fill_(k)  # late: the copies come after it
     found = []
-    for k, there in enumerate(arriving(tensors, OwnStreams())):
+    for k, there in enumerate(prefetch_to_host(tensors, OwnStreams())):
         assert there.tolist() == [k] * 4
         found.append(there)
         ahead = len(copies) - len(found)
