@@ -42,8 +42,11 @@ class Folder:
             return []
 
     def is_file(self, name: str) -> bool:
-        """Return whether there is a regular file."""
-        return self.at(name).is_file()
+        """Return whether there is a regular file; what cannot be looked at is an error, and not a no."""
+        try:
+            return stat.S_ISREG(os.stat(self.at(name)).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def open(self, name: str) -> tuple[io.BufferedIOBase, int]:
         """Open a file for reading; return it and its size in bytes. ValueError: it is no regular file."""

@@ -47,9 +47,12 @@ class ObjectStore:
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def is_file(self, name: str) -> bool:
-        """Return whether there is a file."""
+        """Return whether there is a file; by `info`, since fsspec's `isfile` says no where a store fails."""
         with _os_errors(self.at(name)):
-            return bool(self._fs.isfile(self._path(name)))
+            try:
+                return bool(self._fs.info(self._path(name))["type"] == "file")
+            except FileNotFoundError:
+                return False
 
     def open(self, name: str) -> tuple[io.BufferedIOBase, int]:
         """Open a file for reading; return it and its size in bytes. ValueError: it is no file."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fsspec
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from failing_store import Broken, FailingFile, failing_stores
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 import mpisgd
@@ -24,72 +24,10 @@ from mpisgd.job.threads_as_ranks import run_ranks
 WHOLE = b"content"
 
 
-class Broken(Exception):
-    """What the client of a store raises, which is no OSError."""
-
-
-class FailingFileSystem(MemoryFileSystem):
-    """A store whose calls are counted, of which one fails."""
-
-    protocol = "failing"
-    fails_at = num_calls = 0
-
-    @classmethod
-    def note(cls, call: str) -> None:
-        FailingFileSystem.num_calls += 1
-        if FailingFileSystem.num_calls == FailingFileSystem.fails_at:
-            raise Broken(call)
-
-    def ls(self, path, detail=True, **options):
-        self.note("ls")
-        return super().ls(path, detail, **options)
-
-    def info(self, path, **options):
-        self.note("info")
-        return super().info(path, **options)
-
-    def makedirs(self, path, exist_ok=False):
-        self.note("makedirs")
-        super().makedirs(path, exist_ok)
-
-    def rm_file(self, path):
-        self.note("rm_file")
-        super().rm_file(path)
-
-    def _open(self, path, mode="rb", **options):
-        self.note(f"open {mode}")
-        found = super()._open(path, mode, **options)
-        return FailingFile(self, found.path, found.getvalue() if mode == "rb" else None)
-
-
-class FailingFile(MemoryFile):
-    def write(self, data):
-        FailingFileSystem.note("write")
-        return super().write(data)
-
-    def readinto(self, memory):
-        FailingFileSystem.note("readinto")
-        return super().readinto(memory)
-
-    def close(self):
-        FailingFileSystem.note("close")
-        super().close()
-
-    def commit(self):
-        FailingFileSystem.note("commit")
-        super().commit()
-
-    def discard(self):
-        FailingFileSystem.note("discard")
-
-
 @pytest.fixture(autouse=True)
-def stores():
-    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
-    FailingFileSystem.fails_at = FailingFileSystem.num_calls = 0
-    yield
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+def calls():
+    with failing_stores() as found:
+        yield found
 
 
 @pytest.fixture(params=["folder", "memory", "local"])
@@ -158,9 +96,6 @@ def test_what_is_missing_is_an_error_of_the_system(storage):
         storage.open("nothing")
 
 
-NUM_CALLS = 8  # of a save that removes an older one: makedirs, open, two of write, close, commit, ls, rm_file
-
-
 def content(step: int) -> Content:
     encoded = encode({"w": torch.arange(50.0) + step, "step": step})
     kinds = dict.fromkeys(encoded.tree, "value")
@@ -168,38 +103,22 @@ def content(step: int) -> Content:
 
 
 def newest_step(url: str) -> int:
-    FailingFileSystem.fails_at = 0
     found = newest_intact(url, [Seen("host", -1)], ())
     return -1 if found is None else found.document.step
 
 
-def test_whatever_call_fails_an_older_checkpoint_is_left_and_the_error_is_told():
-    url = "failing://runs/a"
-    to_disk(url, content(10), 1, None)
-    FailingFileSystem.num_calls = 0
-    to_disk(url, content(20), 1, None)
-    assert FailingFileSystem.num_calls >= NUM_CALLS
-    for number in range(1, NUM_CALLS + 1):
-        step = 20 * number
-        FailingFileSystem.num_calls, FailingFileSystem.fails_at = 0, number
-        with pytest.raises(OSError, match=r"failing://runs/a.*Broken"):
-            to_disk(url, content(step + 10), 1, None)
-        assert newest_step(url) in (step, step + 10)
-        to_disk(url, content(step + 20), 1, None)
-        assert newest_step(url) == step + 20
-
-
-def test_reading_fails_with_an_error_of_the_system_and_damage_is_passed_over(capsys):
+def test_reading_fails_with_an_error_of_the_system_and_damage_is_passed_over(capsys, calls):
     url = "failing://runs/a"
     for step in (10, 20):
         to_disk(url, content(step), None, None)
-    FailingFileSystem.num_calls, FailingFileSystem.fails_at = 0, 1
+    calls.begin(1)
     with pytest.raises(OSError, match="Broken: ls"):
         newest_intact(url, [Seen("host", -1)], ())
     for number in (2, 3, 4):  # info, open, readinto: the newest one cannot be opened, or not be read
-        FailingFileSystem.num_calls, FailingFileSystem.fails_at = 0, number
+        calls.begin(number)
         assert newest_intact(url, [Seen("host", -1)], ()).document.step == 10
         assert "cannot be read" in capsys.readouterr().err
+    calls.begin()
     (file,) = (file for path, file in MemoryFileSystem.store.items() if path.endswith(name_of(20)))
     file.truncate(60)
     assert newest_step(url) == 10
@@ -207,8 +126,7 @@ def test_reading_fails_with_an_error_of_the_system_and_damage_is_passed_over(cap
 
 def test_a_store_that_cannot_replace_a_file_at_once_is_refused_by_name(monkeypatch):
     monkeypatch.delattr(FailingFile, "commit")
-    monkeypatch.delattr(MemoryFile, "commit")
-    with pytest.raises(OSError, match="FailingFileSystem cannot replace a file at once"):
+    with pytest.raises(OSError, match="FailingMemory cannot replace a file at once"):
         to_disk("failing://runs/a", content(10), None, None)
 
 
