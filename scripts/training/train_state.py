@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 import mpisgd
 from mpisgd import checkpoint
 from training.ranks import or_job_error
 from training.records import Epoch, check_identity
 
-if TYPE_CHECKING:
-    from train import Training
+__all__ = ["Checkpointer", "Training", "resume_from"]
 
-__all__ = ["Checkpointer", "resume_from"]
+
+class Training(Protocol):
+    """What is trained, and how it went so far."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    batches: DataLoader[Any]
+    step: int
+    history: list[Epoch]
+    total_and_count: Tensor
 
 
 class Checkpointer:
