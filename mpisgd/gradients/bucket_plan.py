@@ -15,7 +15,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
-from mpisgd.gradients.fusion_buffer import FusionBuffer, Layout, layout_of, shape_in_memory
+from mpisgd.gradients.fusion_buffer import FusionBuffer, StridedLayout, layout_of, shape_in_memory
 from mpisgd.gradients.in_place_gradient import InPlaceGradient
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.interfaces.host_transport import Region
@@ -53,7 +53,7 @@ class BucketSlot(NamedTuple):
         return self.storage.bucket
 
     @property
-    def layouts(self) -> Sequence[Layout]:
+    def layouts(self) -> Sequence[StridedLayout]:
         """How each of them lies there."""
         return self.storage.layouts
 

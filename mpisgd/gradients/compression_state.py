@@ -34,7 +34,7 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.fusion_buffer import Layout
+from mpisgd.gradients.fusion_buffer import StridedLayout
 from mpisgd.gradients.gradient_flags import DENSE
 from mpisgd.method_state import Pieces, copied
 
@@ -230,7 +230,7 @@ def _names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _joined(
-    parts: Sequence[Tensor | None], numels: Sequence[int], layouts: Sequence[Layout | None]
+    parts: Sequence[Tensor | None], numels: Sequence[int], layouts: Sequence[StridedLayout | None]
 ) -> Tensor:
     """Return parts side by side, with zeros where one is missing or has become another size."""
     like = next(part for part in parts if part is not None)
@@ -241,18 +241,18 @@ def _joined(
     return torch.cat(whole)
 
 
-def _layouts(slot: ReducedBucket) -> Sequence[Layout | None]:
+def _layouts(slot: ReducedBucket) -> Sequence[StridedLayout | None]:
     """Return how each tensor of a bucket lies there; None: in the order of its elements."""
-    layouts: Sequence[Layout] | None = getattr(slot, "layouts", None)
+    layouts: Sequence[StridedLayout] | None = getattr(slot, "layouts", None)
     return [None] * len(slot.bucket.indices) if layouts is None else layouts
 
 
-def _by_element(part: Tensor, layout: Layout | None) -> Tensor:
+def _by_element(part: Tensor, layout: StridedLayout | None) -> Tensor:
     """Return a tensor as a gradient lies in memory, with its elements in order, which nothing changes."""
     return part if layout is None else part.as_strided(*layout).reshape(-1)
 
 
-def _in_memory(part: Tensor, layout: Layout | None) -> Tensor:
+def _in_memory(part: Tensor, layout: StridedLayout | None) -> Tensor:
     """Return the reverse of `_by_element`."""
     if layout is None or part.as_strided(*layout).is_contiguous():
         return part

@@ -14,19 +14,19 @@ from torch import Tensor
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.gradient_flags import ALL_DENSE, DENSE, flags_of
 
-__all__ = ["FusionBuffer", "Layout", "flat_view", "laid_out", "layout_of", "window"]
+__all__ = ["FusionBuffer", "StridedLayout", "flat_view", "laid_out", "layout_of", "window"]
 
 
-class Layout(NamedTuple):
+class StridedLayout(NamedTuple):
     """Shape and strides of a tensor whose elements fill `numel` places without gaps, in some order."""
 
     shape: torch.Size
     stride: tuple[int, ...]
 
 
-def layout_of(param: Tensor) -> Layout:
+def layout_of(param: Tensor) -> StridedLayout:
     """Return how a gradient lies: as its parameter, so that optimizers walk both alike, but without gaps."""
-    return Layout(param.shape, torch.empty_like(param, device="meta").stride())
+    return StridedLayout(param.shape, torch.empty_like(param, device="meta").stride())
 
 
 def laid_out(tensor: Tensor, param: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def shape_in_memory(param: Tensor) -> torch.Size:
     return torch.Size(param.shape[dim] for dim in sorted(range(param.dim()), key=lambda dim: -stride[dim]))
 
 
-def window(flat: Tensor, offset: int, layout: Layout) -> Tensor:
+def window(flat: Tensor, offset: int, layout: StridedLayout) -> Tensor:
     """Return a tensor of this layout on the storage of `flat`, `offset` elements after its beginning.
 
     It is a tensor of its own and not a slice: it has its own version counter, so that writing to one
@@ -56,7 +56,7 @@ def window(flat: Tensor, offset: int, layout: Layout) -> Tensor:
     return own.set_(flat.untyped_storage(), flat.storage_offset() + offset, *layout)
 
 
-def flat_view(tensor: Tensor, layout: Layout) -> Tensor:
+def flat_view(tensor: Tensor, layout: StridedLayout) -> Tensor:
     """Return the elements of a tensor, [numel], in the order of a layout; a copy where it has another one."""
     tensor = tensor.detach()
     if tensor.stride() != layout.stride:

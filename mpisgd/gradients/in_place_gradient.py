@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.fusion_buffer import Layout, layout_of
+from mpisgd.gradients.fusion_buffer import StridedLayout, layout_of
 from mpisgd.gradients.gradient_flags import flag_of
 
 __all__ = ["ALONE", "InPlaceGradient", "num_uses"]
@@ -46,7 +46,7 @@ class InPlaceGradient:
         return alike and param.shape == self._layout.shape and param.stride() == self._stride
 
     @property
-    def layouts(self) -> Sequence[Layout]:
+    def layouts(self) -> Sequence[StridedLayout]:
         """How the gradient lies there."""
         return [self._layout]
 

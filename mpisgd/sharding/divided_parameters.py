@@ -21,7 +21,7 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
-from mpisgd.gradients.fusion_buffer import Layout, flat_view, layout_of
+from mpisgd.gradients.fusion_buffer import StridedLayout, flat_view, layout_of
 from mpisgd.interfaces.host_transport import Segment
 from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
 from mpisgd.sharding.elementwise import counts_on_device, may_join
@@ -120,7 +120,7 @@ class DividedParameters:
         self._memory_of: list[ParameterMemory] = []
         self._whole: set[int] = set()
         self.buckets: list[tuple[int, ...]] = []
-        self.layouts: list[Layout] = []
+        self.layouts: list[StridedLayout] = []
         self.ranges: list[list[PieceRange]] = [[] for _ in range(owners.size)]
         self.pieces: list[Piece] = []
         self.extend(named, groups)

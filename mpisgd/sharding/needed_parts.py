@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.objects import Allocate
-from mpisgd.gradients.fusion_buffer import Layout, flat_view, window
+from mpisgd.gradients.fusion_buffer import StridedLayout, flat_view, window
 from mpisgd.sharding.division import Member
 
 __all__ = ["LEAST_BYTES", "LoadedPart", "NeededPart", "elements_of"]
@@ -24,11 +24,11 @@ class NeededPart(NamedTuple):
         runs: (first element, number of elements), in the order of memory; () if it needs nothing.
     """
 
-    layout: Layout
+    layout: StridedLayout
     runs: tuple[tuple[int, int], ...]
 
     @classmethod
-    def by_members(cls, layout: Layout, members: Sequence[Member]) -> "NeededPart":
+    def by_members(cls, layout: StridedLayout, members: Sequence[Member]) -> "NeededPart":
         """Return the needed parts of a rank that has these parts of a parameter; they are in order."""
         return cls(layout, tuple((member.first, member.numel) for member in members))
 
@@ -84,7 +84,7 @@ class LoadedPart(NamedTuple):
         return window(self.elements, 0, self.needed.layout)
 
 
-def elements_of(value: LoadedPart | Tensor, layout: Layout, first: int, numel: int) -> Tensor:
+def elements_of(value: LoadedPart | Tensor, layout: StridedLayout, first: int, numel: int) -> Tensor:
     """Return elements of a tensor of a parameter's shape, in the order of the parameter's memory."""
     if isinstance(value, LoadedPart):
         return value.cut(first, numel)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import on_host, round_to_device
 from mpisgd.collectives.objects import Allocate
-from mpisgd.gradients.fusion_buffer import Layout, flat_view, window
+from mpisgd.gradients.fusion_buffer import StridedLayout, flat_view, window
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.needed_parts import LoadedPart
 from mpisgd.sharding.owners import Owners
@@ -88,7 +88,7 @@ class Piece:
         tensor: Tensor,
         group: int,
         members: Sequence[Member],
-        layout: Layout | None = None,
+        layout: StridedLayout | None = None,
         target: Tensor | None = None,
         *,
         is_offloaded: bool = False,
@@ -263,7 +263,7 @@ class Pieces(Protocol):
 
     owners: Owners
     pieces: list[Piece]
-    layouts: list[Layout]
+    layouts: list[StridedLayout]
 
     @property
     def divided(self) -> bool:
@@ -276,7 +276,7 @@ class Pieces(Protocol):
         """Give all pieces that have a gradient, one after the other; each is in memory until `finish`."""
 
 
-def join_states(states: Sequence[PieceState], layout: Layout, empty: Allocate) -> dict[str, Any]:
+def join_states(states: Sequence[PieceState], layout: StridedLayout, empty: Allocate) -> dict[str, Any]:
     """Return the state of a parameter, of those of its parts, in their order; tensors of their own.
 
     Args:

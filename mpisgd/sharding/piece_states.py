@@ -10,7 +10,7 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import on_host
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.fusion_buffer import Layout
+from mpisgd.gradients.fusion_buffer import StridedLayout
 from mpisgd.sharding.division import Member, PieceRange
 from mpisgd.sharding.needed_parts import LoadedPart, NeededPart, elements_of
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
@@ -323,7 +323,10 @@ def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cut_states(
-    pieces: Sequence[Piece], whole: Mapping[int, Entries], shapes: Sequence[Any], layouts: Sequence[Layout]
+    pieces: Sequence[Piece],
+    whole: Mapping[int, Entries],
+    shapes: Sequence[Any],
+    layouts: Sequence[StridedLayout],
 ) -> Iterator[tuple[Piece, dict[str, Any]]]:
     """Yield the pieces, and the state of each, of the states of whole parameters.
 
@@ -361,7 +364,7 @@ def _what_is_kept(entries: Entries | None, shape: Any) -> str:
     return repr((cut, sorted(kept.items())))
 
 
-def _cut(member: Member, entries: Entries, shape: Any, layout: Layout) -> PieceState:
+def _cut(member: Member, entries: Entries, shape: Any, layout: StridedLayout) -> PieceState:
     """Return the state of a part of a parameter."""
     cut = {
         key: elements_of(value, layout, member.first, member.numel)

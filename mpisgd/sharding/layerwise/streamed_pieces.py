@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.gradients.fusion_buffer import Layout, layout_of
+from mpisgd.gradients.fusion_buffer import StridedLayout, layout_of
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.layerwise.parameter_unit import Chunk, Unit
 from mpisgd.sharding.layerwise.streamed_parameters import GRADIENT, VALUES, StreamedParameters
@@ -55,7 +55,7 @@ class StreamedPieces:
     ) -> None:
         self._streamed = streamed
         self.owners = Owners(streamed.group, of_host=False)
-        self.layouts: list[Layout] = [layout_of(param) for _, param in named]
+        self.layouts: list[StridedLayout] = [layout_of(param) for _, param in named]
         self._index_of = {param: index for index, (_, param) in enumerate(named)}
         self._group_of = {p: place for place, options in enumerate(groups) for p in options["params"]}
         self._chunks = [

@@ -21,7 +21,7 @@ from torch import Tensor
 from mpisgd.core.group import Group
 from mpisgd.errors import OffloadError
 from mpisgd.gradients.bucketing import ALIGN_BYTES
-from mpisgd.gradients.fusion_buffer import Layout, layout_of, window
+from mpisgd.gradients.fusion_buffer import StridedLayout, layout_of, window
 from mpisgd.sharding.offload.block_cache import BlockCache, aligned_memory, checksum_of
 from mpisgd.sharding.offload.block_store import BlockStore
 from mpisgd.sharding.offload.description import Offload
@@ -41,7 +41,7 @@ class _Field(NamedTuple):
 
     start: int
     dtype: torch.dtype
-    layout: Layout
+    layout: StridedLayout
 
     def view(self, block: Tensor) -> Tensor:
         numel = self.layout.shape.numel()

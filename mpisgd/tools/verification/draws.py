@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mpisgd.methods.paper_kit import Slice
 
-__all__ = ["BucketDraws", "Layout"]
+__all__ = ["BucketDraws", "Buckets"]
 
-Layout = tuple[tuple[Slice, ...], ...]
+Buckets = tuple[tuple[Slice, ...], ...]
 MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
 
 
@@ -31,7 +31,7 @@ class BucketDraws:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Buckets,
         k: int,
         place: int | None,
         seed: int = 0,

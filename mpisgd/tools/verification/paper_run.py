@@ -35,7 +35,7 @@ from mpisgd.gradients.fusion_buffer import laid_out
 from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World, evenly, weighted
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.average_states import average_states
-from mpisgd.tools.verification.draws import BucketDraws, Layout
+from mpisgd.tools.verification.draws import BucketDraws, Buckets
 from mpisgd.tools.verification.paper_state import carried_over, converted, names_in
 
 __all__ = [
@@ -77,7 +77,7 @@ def sum_in_order(tensors: Mapping[int, Tensor], order: int = 1) -> Tensor:
     return total
 
 
-def bucket_of(x: Vec) -> Layout:
+def bucket_of(x: Vec) -> Buckets:
     """Return one bucket of all parameters, the last one first, as backward has their gradients."""
     return (tuple(Slice(name, 0, x[name].numel()) for name in reversed(x)),)
 
@@ -110,8 +110,8 @@ class Definition(NamedTuple):
 
     paper: Paper[Any]
     wire: Paper[Any] = Synchronous()
-    layout: Callable[[Vec], Layout] = bucket_of
-    draw: Callable[[Layout, int, int | None], Draws] = BucketDraws
+    layout: Callable[[Vec], Buckets] = bucket_of
+    draw: Callable[[Buckets, int, int | None], Draws] = BucketDraws
 
 
 class PaperRun:
@@ -293,7 +293,7 @@ class PaperRun:
         if travelling is None:
             travelling = [name for name in self.x[self.ranks[0]] if params[name].requires_grad]
 
-        def lay_out(names: Iterable[str]) -> Layout:
+        def lay_out(names: Iterable[str]) -> Buckets:
             asked = set(names)
             return layout_of(Vec({name: x for name, x in self.x[self.ranks[0]].items() if name in asked}))
 

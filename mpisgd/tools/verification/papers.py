@@ -19,7 +19,7 @@ from mpisgd.methods.natural.paper import Natural
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.methods.sharded.paper import CodedGradients, CodedParameters
 from mpisgd.methods.synchronous.paper import Synchronous
-from mpisgd.tools.verification.draws import BucketDraws, Layout
+from mpisgd.tools.verification.draws import BucketDraws, Buckets
 from mpisgd.tools.verification.paper_run import Definition
 from mpisgd.tools.verification.shares import Shares
 
@@ -87,6 +87,6 @@ def _compressor(chosen: Compressor) -> Definition:
     return definition._replace(draw=partial(BucketDraws, seed=seed, from_mantissas=from_mantissas))
 
 
-def in_order(x: Vec) -> Layout:
+def in_order(x: Vec) -> Buckets:
     """Return one bucket of all parameters, the first one first."""
     return (tuple(Slice(name, 0, tensor.numel()) for name, tensor in x.items()),)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.methods.paper_kit import Slice, Vec
-from mpisgd.tools.verification.draws import Layout
+from mpisgd.tools.verification.draws import Buckets
 
 __all__ = ["Place", "Shares"]
 
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Shares:
-    """A `Layout` of the parameters that travel: for each rank its share of all buckets.
+    """`Buckets` of the parameters that travel: for each rank its share of all buckets.
 
     Attributes:
         size: how many ranks there are.
@@ -50,7 +50,7 @@ class Shares:
     cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES
     places: Mapping[str, Place] = field(default_factory=dict)
 
-    def __call__(self, x: Vec) -> Layout:
+    def __call__(self, x: Vec) -> Buckets:
         """Return the pieces in the share of each rank."""
         shares: list[list[Slice]] = [[] for _ in range(self.size)]
         for bucket in self._buckets(x):

@@ -18,7 +18,7 @@ from mpisgd.tools.bench.report.rows import (
     as_bytes,
     unit_of,
 )
-from mpisgd.tools.bench.report.tables import LAYOUTS
+from mpisgd.tools.bench.report.tables import FORMATS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +106,7 @@ def _panels(record: dict[str, Any]) -> dict[str, list[Row]]:
         titles += ["accuracy against bytes sent"] * any(row["mib_sent"] for row in record["rows"])
         return dict.fromkeys(titles, record["rows"])
     fields_of = {"collectives": ("collective", "dtype"), "scaling": ("model",)}
-    fields = fields_of[kind] if kind in fields_of else (LAYOUTS[kind].section,)
+    fields = fields_of[kind] if kind in fields_of else (FORMATS[kind].section,)
     panels: dict[str, list[Row]] = {}
     for row in record["rows"]:
         panels.setdefault(", ".join(row[field] for field in fields), []).append(row)

@@ -48,7 +48,7 @@ COLLECTIVE = [
 ]
 
 
-class Layout(NamedTuple):
+class TableFormat(NamedTuple):
     """One table of a record.
 
     Attributes:
@@ -63,13 +63,13 @@ class Layout(NamedTuple):
 
 
 # By the kind of record; of collectives there is a table for each.
-LAYOUTS = {
-    "step": Layout(
+FORMATS = {
+    "step": TableFormat(
         "training step",
         "model",
         [THREADS, *SPREAD, EXAMPLES, _ratio("x none", "no_communication"), ONE_PROCESS],
     ),
-    "scaling": Layout(
+    "scaling": TableFormat(
         "scaling",
         "batch",
         [
@@ -81,7 +81,7 @@ LAYOUTS = {
             ONE_PROCESS,
         ],
     ),
-    "layout": Layout(
+    "layout": TableFormat(
         "ranks and threads: time for a batch of the program",
         "program",
         [
@@ -92,12 +92,12 @@ LAYOUTS = {
             _number("rounds", "rounds", "d"),
         ],
     ),
-    "overlap": Layout(
+    "overlap": TableFormat(
         "a training step between hosts",
         "model",
         [*SPREAD, _ratio("x limit", "link"), _ratio("x max", "larger"), _ratio("x bound", "bound")],
     ),
-    "checks": Layout(
+    "checks": TableFormat(
         "checks",
         "model",
         [
@@ -107,7 +107,7 @@ LAYOUTS = {
             _number("checks alone", "part_of_step", ".2%"),
         ],
     ),
-    "strategies": Layout(
+    "strategies": TableFormat(
         "ways of training together: the digits, mean over seeds",
         "section",
         [
@@ -118,7 +118,7 @@ LAYOUTS = {
             _number("MiB sent\nby hosts", "mib_sent", ".2f"),
         ],
     ),
-    "strategies of text": Layout(
+    "strategies of text": TableFormat(
         "ways of training together: a GPT on text, mean over seeds",
         "section",
         [
@@ -132,7 +132,7 @@ LAYOUTS = {
             _number("x its\nbytes", "bytes_ratio", ".3f"),
         ],
     ),
-    "compression": Layout(
+    "compression": TableFormat(
         "a training step with strategies and compressions",
         "model",
         [
@@ -143,7 +143,7 @@ LAYOUTS = {
             _number("x fewer\nbytes", "sent_ratio", ".3g"),
         ],
     ),
-    "offload": Layout(
+    "offload": TableFormat(
         "a training step with the optimizer's state in files",
         "model",
         [
@@ -153,7 +153,7 @@ LAYOUTS = {
             _ratio("x bound", "bound"),
         ],
     ),
-    "memory": Layout(
+    "memory": TableFormat(
         "memory of the host, all ranks together",
         "training",
         [
@@ -172,30 +172,30 @@ def tables_of(kind: str, rows: Iterable[Row]) -> list[Table]:
     """Return the tables of a record of this kind."""
     if kind == "scaling":
         models = groupby(rows, itemgetter("model"))
-        return [_table(LAYOUTS[kind]._replace(title=f"scaling, {name}"), group) for name, group in models]
+        return [_table(FORMATS[kind]._replace(title=f"scaling, {name}"), group) for name, group in models]
     if kind != "collectives":
-        return [_table(LAYOUTS[kind], rows)]
+        return [_table(FORMATS[kind], rows)]
     tables = []
     for (name, dtype), group in groupby(rows, lambda row: (row["collective"], row["dtype"])):
         sized = [{**row, "size": as_bytes(row["bytes"])} for row in group]
         played = any(row["ratio_to_ping_pong"] for row in sized)
         columns = COLLECTIVE if played else COLLECTIVE[:-1]
-        tables.append(_table(Layout(f"{name}, {dtype}", "size", columns), sized))
+        tables.append(_table(TableFormat(f"{name}, {dtype}", "size", columns), sized))
     return tables
 
 
 def timed_table(title: str, section: str, rows: Iterable[Row], field: str, heading: str) -> Table:
     """Return a table of `timed_rows`, and of what one of their fields compares them with."""
-    return _table(Layout(title, section, [*SPREAD, _number(heading, field)]), rows)
+    return _table(TableFormat(title, section, [*SPREAD, _number(heading, field)]), rows)
 
 
-def _table(layout: Layout, rows: Iterable[Row]) -> Table:
+def _table(shown: TableFormat, rows: Iterable[Row]) -> Table:
     """Return a table in sections, whose value stands in the first row of each."""
-    headings = [column.heading for column in layout.columns]
-    table = new_table(layout.title, [layout.section, "variant"], headings)
-    for value, section in groupby(rows, lambda row: row[layout.section]):
+    headings = [column.heading for column in shown.columns]
+    table = new_table(shown.title, [shown.section, "variant"], headings)
+    for value, section in groupby(rows, lambda row: row[shown.section]):
         for place, row in enumerate(section):
-            cells = [column.text(row) for column in layout.columns]
+            cells = [column.text(row) for column in shown.columns]
             table.add_row("" if place else str(value), row["variant"], *cells)
         table.add_section()
     return table

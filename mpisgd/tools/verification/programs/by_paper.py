@@ -19,7 +19,7 @@ from mpisgd.method_state import OWNER
 from mpisgd.methods.paper_kit import Slice, Vec
 from mpisgd.methods.sharded.paper import Masters
 from mpisgd.sharding.piece import MASTER, WRITTEN
-from mpisgd.tools.verification.draws import Layout
+from mpisgd.tools.verification.draws import Buckets
 from mpisgd.tools.verification.paper_run import Definition, PaperRun, Saved, bucket_of
 from mpisgd.tools.verification.paper_state import carried_over
 from mpisgd.tools.verification.papers import paper_of
@@ -73,7 +73,7 @@ def _nbytes(layer: Layer) -> int:
     return math.prod(layer.shape) * dtype.itemsize
 
 
-def _bucket_of_each(x: Vec) -> Layout:
+def _bucket_of_each(x: Vec) -> Buckets:
     return tuple((Slice(name, 0, tensor.numel()),) for name, tensor in x.items())
 
 
