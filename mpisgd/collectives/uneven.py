@@ -17,7 +17,7 @@ __all__ = ["beside_ranks_without_data", "neutral"]
 def beside_ranks_without_data(
     group: Group, name: str, tensor: Tensor | None = None, op: ReduceOp | None = None, algorithm: str = ""
 ) -> Iterator[None]:
-    """Do a collective inside, of which ranks without data hear before it. Collective.
+    """Do a collective inside, of which ranks without data are told before it. Collective.
 
     In a mean a rank counts as much as it has examples, as its gradients do: a mean of losses is that of one
     process.

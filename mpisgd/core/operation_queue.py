@@ -126,7 +126,7 @@ class OperationQueue:
             tensors: what the Work's future holds; kept alive until done.
             async_op: return at once with the Work.
             detail: tells more about this rank's call when the ranks disagree.
-            before: called when the operation's turn has come, before the others hear of it.
+            before: called when the operation's turn has come, before the others are told of it.
             after: an earlier operation without which this one makes no sense: it is dropped if that failed.
                 All ranks drop it: what fails without breaking the queue fails on all of them.
             timeout_s: how long to wait for the other ranks, instead of the queue's limit.

@@ -1,11 +1,11 @@
 """`UnevenData`: ranks that have no more data take part in what the others do, until nobody has any.
 
 Whatever all ranks must do together is an *act*: to reduce gradients, to step, to clip. A rank that has data
-tells the others of each act before it does it. A rank that has none hears of it, and performs the same with
-nothing to contribute:
+tells the others of each act before it does it. A rank that has none receives the name of the act, and
+performs it with nothing to contribute:
 
-    rank 0   tells "reduce", reduces    tells "step", steps    ...   no more data: hears of nothing, goes on
-    rank 1   (no more data)  hears "reduce", reduces zeros     hears "step", steps        ...        goes on
+    rank 0   sends "reduce", reduces     sends "step", steps        ...   no more data: ends the block
+    rank 1   (no more data)  receives "reduce", reduces zeros     receives "step", steps    ...   ends it
 
 What is communicated outside of an act would find some ranks without the others, so it is refused, whether or
 not a rank has run out of data yet.
@@ -216,10 +216,10 @@ class UnevenData:
         """
         self.has_data = False
         while True:
-            told, heard = self._exchange(None, lambda: None, 0)
+            told, received = self._exchange(None, lambda: None, 0)
             if told is None:
                 return None
-            (name, key), detail = heard
+            (name, key), detail = received
             self._depth += 1
             try:
                 perform = self.performers.get(name)

@@ -36,7 +36,7 @@ MUTED = 4  # inside `no_sync()`
 GONE = 8  # there is no such optimizer any more
 # and, first, of itself:
 AFTER_BACKWARD, WAITS = 1, 2
-EXCHANGE = "exchange"  # as ranks without data hear of it
+EXCHANGE = "exchange"  # its name for ranks without data
 
 
 class Window(Protocol):
@@ -188,7 +188,7 @@ class GroupWindows:
         awaited: int = -1,
         in_step: bool = False,
     ) -> bool:
-        """Do an exchange, of which ranks without data hear before; see `_tell_and_reduce`."""
+        """Do an exchange, of which ranks without data are told before; see `_tell_and_reduce`."""
         mine = [
             REACHED * (owner.number in reached)
             | NOT_AWAITED * (owner.number != awaited)

@@ -29,8 +29,8 @@ __all__ = ["ExceptHook", "shorten_tracebacks"]
 
 # The rank that should print has so long to do so and to end the job; whoever outlives it ends the job.
 PRECEDENCE_S = 0.5
-# Of an error that all ranks raise, as a deadlock, other hosts hear when they next look for messages, which
-# they do every second, and under load later.
+# An error that all ranks raise, such as a deadlock, reaches other hosts when they next look for messages,
+# which they do every second, and under load later.
 OTHER_HOSTS_S = 4.0
 LAST_RESORT_S = 10.0
 CHECK_OF_ARGUMENTS = "_check_arguments"  # its TypeError is the caller's, as it would be from Python itself

@@ -140,9 +140,9 @@ class StateCollector:
         while True:
             for rank in list(missing):
                 if (text := self.shm.answer_from(rank, number)) is not None:
-                    states += _decoded(text) or [self._unheard(rank, UNRESPONSIVE, UNREADABLE)]
+                    states += _decoded(text) or [self._state_of_silent(rank, UNRESPONSIVE, UNREADABLE)]
                 elif self.shm.has_left(rank):
-                    states.append(self._unheard(rank, LEFT))
+                    states.append(self._state_of_silent(rank, LEFT))
                 else:
                     continue
                 missing.remove(rank)
@@ -172,9 +172,9 @@ class StateCollector:
         why = "does not answer: it is stopped or gone, or its host cannot be reached"
         if not self._others:
             why = "cannot be asked: MPI runs without thread level MULTIPLE here, and it is on another host"
-        return self._unheard(rank, UNRESPONSIVE, why)
+        return self._state_of_silent(rank, UNRESPONSIVE, why)
 
-    def _unheard(self, rank: int, state: str, note: str = "") -> RankState:
+    def _state_of_silent(self, rank: int, state: str, note: str = "") -> RankState:
         """Return the state of a rank that has told nothing itself."""
         return RankState(rank, self._hosts[rank], self.processes[rank].pid, state, note=note)
 

@@ -24,7 +24,7 @@ from mpisgd.nn.batch_statistics import BatchStatistics, gather_statistics
 
 __all__ = ["STATISTICS", "SyncBatchNorm", "converted"]
 
-STATISTICS = "statistics"  # as ranks without data hear of it
+STATISTICS = "statistics"  # its name for ranks without data
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -139,5 +139,5 @@ def made_connections(endpoints: Set[Endpoint], known: Set[Endpoint]) -> set[Endp
     made = [found for found in list_tcp_sockets() if found.remote in endpoints and found.local not in known]
     for found in made:
         with contextlib.suppress(OSError), duplicate(found) as connection:
-            retransmit_steadily(connection)  # the other rank does not hear it yet
+            retransmit_steadily(connection)  # the other rank's socket drops what it sends yet
     return {found.local for found in made}

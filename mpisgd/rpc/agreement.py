@@ -1,4 +1,4 @@
-"""What the ranks agree on before RPC starts: names, options, devices; each hears of every rank's mistakes."""
+"""What the ranks agree on before RPC starts: names, options, devices; each is told every rank's mistakes."""
 
 import re
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def agree(job: Job, request: Request) -> Agreement:
 
 
 def _check(job: Job, request: Request) -> _Checked:
-    """Check this rank's arguments. An error is not raised before the others have heard of it."""
+    """Check this rank's arguments. An error is not raised before the others are told of it."""
     try:
         api = available()
         if is_running():

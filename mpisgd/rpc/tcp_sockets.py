@@ -144,5 +144,5 @@ def disconnect(connection: socket.socket) -> None:
 
 
 def retransmit_steadily(connection: socket.socket) -> None:
-    """Have a connection that is not heard send again every 0.2 s, instead of after ever longer times."""
+    """Have a connection whose data are dropped send again every 0.2 s, instead of after ever longer times."""
     connection.setsockopt(socket.IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1)

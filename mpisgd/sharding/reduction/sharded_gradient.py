@@ -16,7 +16,7 @@ from mpisgd.errors import InvalidArgument
 
 __all__ = ["UNSCALE", "ShardedGradient", "Unscale"]
 
-UNSCALE = "unscale"  # as ranks without data hear of it
+UNSCALE = "unscale"  # its name for ranks without data
 
 # Multiplies parts of gradients by the last argument, and notes in the one before whether some are not finite.
 Unscale = Callable[[Sequence["ShardedGradient"], Tensor, Tensor], None]

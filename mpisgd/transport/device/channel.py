@@ -53,7 +53,7 @@ class Channel:
         group: of both ranks.
         route: of the messages.
         device: this rank's end of it.
-        tell: sends words to a rank of the group, which calls `hear` of its end's `store` with them. Called
+        tell: sends words to a rank of the group, which calls `handle` of its end's `store` with them. Called
             from any thread.
 
     Attributes:

@@ -196,19 +196,19 @@ class DeviceMessages:
         with self.lock:
             while (found := self._next_word()) is not None:
                 src, (word, *about) = found
-                self._hear(src, word, *about)
+                self._handle(src, word, *about)
             for channel in self._channels.values():
                 if not channel.is_open and not channel.failed:
                     self._connect(channel)
 
-    def _hear(self, src: int, word: str, *about: Any) -> None:
+    def _handle(self, src: int, word: str, *about: Any) -> None:
         """Do as the other end has said."""
         if word in ("go", "host", "refuse"):
-            self._hear_of_message(word, *about)
+            self._handle_message(word, *about)
             return
         channel = self._channels[Route(*about[0])]
         if word == "store":
-            channel.store.hear(*about[1:])
+            channel.store.handle(*about[1:])
         elif word == "connected":
             channel.theirs = about[1]
         elif word == "open":
@@ -219,7 +219,7 @@ class DeviceMessages:
             channel.fail(about[1])
             channel.waiting.clear()  # the receiver has said of each how it comes
 
-    def _hear_of_message(self, word: str, number: int, *about: Any) -> None:
+    def _handle_message(self, word: str, number: int, *about: Any) -> None:
         channel = self._channel(Route(*about[0])) if word == "go" else None
         transfer = self._outgoing.get(number)
         if transfer is None:  # given up here

@@ -2,7 +2,7 @@
 
 torch would connect the ranks at their first operation, with the host inside NCCL, where a rank that never
 comes cannot be told. So they are connected here, after they have agreed to come, on a thread of its own: what
-one rank cannot do the others hear of, who would wait for it inside NCCL.
+one rank cannot do the others are told of, which would wait for it inside NCCL.
 
 A group that is made when the world has a communicator gets one that is split from it: its ranks need not find
 each other again. That is collective over the world, so it happens when the group is made, or never.

@@ -22,7 +22,7 @@ class PairStore:
 
     Args:
         has_table: whether this end keeps the table; the other one asks it until they are connected.
-        tell: sends to the other end what its `hear` is to be called with. Called from any thread.
+        tell: sends to the other end what its `handle` is to be called with. Called from any thread.
         timeout_s: how long torch waits for a key.
 
     Attributes:
@@ -53,7 +53,7 @@ class PairStore:
             self._tell(number, operation, fields)
         return question
 
-    def hear(self, number: int, operation: Operation | None, fields: Values) -> None:
+    def handle(self, number: int, operation: Operation | None, fields: Values) -> None:
         """Take what the other end asks, or answers (no operation)."""
         if operation is None:
             self._answer(number, fields)

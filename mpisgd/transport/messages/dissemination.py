@@ -1,6 +1,6 @@
 """Dissemination: everyone learns the extremes of a number in ceil(log2(size)) rounds of one small message.
 
-In round k, rank r tells rank r + 2**k what it knows and hears from rank r - 2**k.
+In round k, rank r sends what it has to rank r + 2**k and receives from rank r - 2**k.
 
 Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
 """
@@ -56,7 +56,7 @@ class Dissemination:
         return self._round is None
 
     def finish(self, high: int) -> None:
-        """Wait for nobody any more: send what is left, so that others hear of `high`; read nothing."""
+        """Wait for nobody any more: send what is left, so that others receive `high`; read nothing."""
         for each in self._ahead:
             each.start(self._low, max(self._high, high))
 

@@ -76,7 +76,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Free what MPI keeps for it; where it is not over, tell the others that this rank is gone."""
-        with contextlib.suppress(MpisgdError):  # where a rank was lost, all hear of it
+        with contextlib.suppress(MpisgdError):  # where a rank was lost, all get that error
             if self._now is self._first:
                 self._first.finish(GONE)
                 self._second.start(self._value, GONE)

@@ -163,7 +163,7 @@ class Reception:
             while not self._is_over.is_set():
                 for key, _ in self._selector.select(POLL_S):
                     if isinstance(key.data, _Newcomer):
-                        self._hear(key.data)
+                        self._read_from(key.data)
                     else:
                         self._accept(self._listeners[key.data], key.data)
             for newcomer in [*self._newcomers]:
@@ -182,7 +182,7 @@ class Reception:
             self._newcomers.append(newcomer)
             self._selector.register(connection, selectors.EVENT_READ, newcomer)
 
-    def _hear(self, newcomer: _Newcomer) -> None:
+    def _read_from(self, newcomer: _Newcomer) -> None:
         if newcomer not in self._newcomers:  # dropped for another one meanwhile
             return
         arrived = self.arrived[newcomer.where]

@@ -187,7 +187,7 @@ class _Client:
         self._lock = threading.Lock()
         connection.settimeout(SEND_TIMEOUT_S)
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Take in what has come; return whether the rank is still there."""
         try:
             got = self.connection.recv(RECEIVE_BYTES)
@@ -239,7 +239,7 @@ class Server:
             while selector.get_map():
                 for key, _ in selector.select():
                     client = key.data
-                    if not client.hear():
+                    if not client.receive():
                         selector.unregister(client.connection)
                         client.connection.close()
                         self._table.forget(client.has_asked)

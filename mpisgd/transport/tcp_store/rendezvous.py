@@ -78,7 +78,8 @@ def connect_ranks(communicator: GroupCommunicator) -> Meeting:
 def find_listener(communicator: GroupCommunicator) -> Listener:
     """Return a listening socket of rank 0 that all ranks reach, and its address. Collective.
 
-    It hears the hosts of the job alone, but any process there: who accepts has to ask for a proof of his own.
+    It receives from the hosts of the job alone, but from any process there: who accepts has to ask each one
+    for a proof.
 
     Raises:
         Unreachable: there is none; on every rank.

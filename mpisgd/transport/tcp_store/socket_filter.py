@@ -1,4 +1,4 @@
-"""Socket filters: from which addresses a listening socket hears anything, and whether it hears any data.
+"""Socket filters: from which addresses a listening socket receives anything, and whether it receives data.
 
 torch's TensorPipe takes whoever can connect for a rank, so strangers must not get that far. A socket filter
 needs no privilege, acts before the connection is made, and is inherited by the connections themselves.

@@ -21,7 +21,7 @@ class Alone:
         self._rank = rendezvous.topology.rank
 
     def make(self, task: Any) -> Variant:
-        """See `Framework`; the ranks start together, since each has just heard of the turn before."""
+        """See `Framework`; the ranks start together, since each has just been told of the turn before."""
         training = Training(task, self._rank)
         return Timed("torch", training.step, training, start=lambda: None)
 
