@@ -51,7 +51,11 @@ class Folder:
     def open(self, name: str) -> tuple[io.BufferedIOBase, int]:
         """Open a file for reading; return it and its size in bytes. ValueError: it is no regular file."""
         file = open_regular(self.at(name))
-        return file, os.fstat(file.fileno()).st_size
+        try:
+            return file, os.fstat(file.fileno()).st_size
+        except BaseException:
+            file.close()
+            raise
 
     def put(self, name: str, write: Callable[[BinaryIO], None], mode: int | None) -> None:
         """Let `write` write a file, see `write_file`."""

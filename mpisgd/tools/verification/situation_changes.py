@@ -15,7 +15,7 @@ from mpisgd.tools.verification.program_changes import (
     with_optimizer,
     with_option,
 )
-from mpisgd.tools.verification.programs.program import (
+from mpisgd.tools.verification.programs.events import (
     AddGroup,
     Backward,
     Broadcast,
@@ -25,10 +25,7 @@ from mpisgd.tools.verification.programs.program import (
     EndJoin,
     Event,
     Join,
-    Layer,
     Lose,
-    Optimizer,
-    Program,
     Reload,
     RunOut,
     SetFrozen,
@@ -36,6 +33,7 @@ from mpisgd.tools.verification.programs.program import (
     Synchronize,
     ZeroGrad,
 )
+from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program
 from mpisgd.tools.verification.programs.serial_definition import has_codes
 
 __all__ = [
