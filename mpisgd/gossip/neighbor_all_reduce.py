@@ -32,18 +32,17 @@ __all__ = [
 ]
 
 
-def neighbor_gather(message: Tensor, graph: Graph, group: Group, step: int = 0) -> dict[int, Tensor]:
+def neighbor_gather(message: Tensor, graph: Graph, group: Group) -> dict[int, Tensor]:
     """Return the messages of the ranks that send to this one, by rank. Collective.
 
     Args:
         message: [n] bytes on the CPU, of the same size on all ranks.
-        graph: whom each rank sends to.
+        graph: whom each rank sends to; the same in every step.
         group: the ranks.
-        step: of a graph that changes from step to step.
 
     Cost: sends the message to each neighbour.
     """
-    exchange = graph.exchange(group.rank, group.size, step)
+    exchange = graph.exchange(group.rank, group.size, 0)
     received = {src: torch.empty_like(message) for src in exchange.sources(group.rank)}
     operation = Operation("neighbor_gather", extra=f"{graph!r}, {message.numel()} bytes")
     row = Collective(

@@ -27,12 +27,12 @@ KEPT, RETURNED = "kept until shutdown()", "not kept: parameters are in files"
 _state = "not kept: init() was not called"
 
 
-def keep_freed_memory(wanted: bool, env: Mapping[str, str] = os.environ) -> None:
+def keep_freed_memory(wanted: bool) -> None:
     """Let glibc keep freed memory, unless the user has set what it does or this is another C library."""
     global _state
     if not wanted:
         _state = "not kept: switched off"
-    elif chosen := _settings_of_user(env):
+    elif chosen := _settings_of_user():
         _state = f"as {chosen} says"
     elif not _mallopt(KEEP):
         _state = "not kept: the C library is not glibc"
@@ -40,14 +40,14 @@ def keep_freed_memory(wanted: bool, env: Mapping[str, str] = os.environ) -> None
         _state = KEPT
 
 
-def return_large_memory(env: Mapping[str, str] = os.environ) -> None:
+def return_large_memory() -> None:
     """Let glibc return large memory as soon as it is freed, unless the user has set what it does.
 
     For models that are larger than memory. What is kept would be of no use to layers of other sizes: small
     objects come to lie in it, and the heap grows with every layer.
     """
     global _state
-    if not _settings_of_user(env) and _mallopt(RETURN_LARGE):
+    if not _settings_of_user() and _mallopt(RETURN_LARGE):
         _state = RETURNED
 
 
@@ -65,11 +65,11 @@ def describe() -> str:
     return _state
 
 
-def _settings_of_user(env: Mapping[str, str]) -> str:
+def _settings_of_user() -> str:
     """Return the variable by which the user has set up glibc's allocator, or ""."""
-    if "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
+    if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return "GLIBC_TUNABLES"
-    return next((name for name in MALLOC_VARIABLES if name in env), "")
+    return next((name for name in MALLOC_VARIABLES if name in os.environ), "")
 
 
 def _mallopt(settings: Mapping[int, int]) -> bool:

@@ -77,9 +77,9 @@ def equals_one_process(method: Method) -> bool:
     return sums and method.compression == Compression.none
 
 
-def command_line(prediction: Prediction, method: Method, program: str = "train.py") -> str:
+def command_line(prediction: Prediction, method: Method) -> str:
     """Return the command for the ranks of a prediction: of a layout, the program that divides a GPT."""
-    hosts = " --hostfile hosts" if prediction.cluster.hosts > 1 else ""
+    program, hosts = "train.py", " --hostfile hosts" if prediction.cluster.hosts > 1 else ""
     if isinstance(method.strategy, Parallel):
         program = f"scripts/train_text.py {text_options(prediction, method.strategy)}"
     return f"python -m mpisgd run -n {prediction.cluster.size}{hosts} {program}"

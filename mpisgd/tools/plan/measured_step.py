@@ -17,11 +17,10 @@ from mpisgd.tools.plan.models.model import StepProfile
 __all__ = ["measure_step"]
 
 TAIL_LINES = 12
+LIMIT_S = 300.0  # of the program
 
 
-def measure_step(
-    command: Sequence[str], *, batch: float, steps: int = 10, warmup: int = 3, limit_s: float = 300.0
-) -> StepProfile:
+def measure_step(command: Sequence[str], *, batch: float, steps: int = 10, warmup: int = 3) -> StepProfile:
     """Return the step of a program.
 
     Args:
@@ -29,7 +28,6 @@ def measure_step(
         batch: examples of a step, which nobody can know from outside.
         steps: that are measured.
         warmup: that come before.
-        limit_s: when to give up.
 
     Raises:
         JobError: it cannot be started, or takes fewer steps.
@@ -39,7 +37,7 @@ def measure_step(
     with tempfile.TemporaryDirectory(prefix="mpisgd-plan-") as folder:
         out = Path(folder) / "step.json"
         words = [str(out), str(batch), str(warmup), str(steps), *command]
-        code, tail = _run([sys.executable, "-m", "mpisgd.tools.plan.recorder", *words], limit_s)
+        code, tail = _run([sys.executable, "-m", "mpisgd.tools.plan.recorder", *words])
         if out.exists():
             return read_step(out)
     lines = "\n  ".join(tail or ["it has printed nothing"])
@@ -49,9 +47,9 @@ def measure_step(
     )
 
 
-def _run(words: Sequence[str], limit_s: float) -> tuple[int | None, list[str]]:
+def _run(words: Sequence[str]) -> tuple[int | None, list[str]]:
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        return None, [f"no end within {limit_s:g} s"]
+        return None, [f"no end within {LIMIT_S:g} s"]
     return done.returncode, (done.stdout + done.stderr).splitlines()[-TAIL_LINES:]

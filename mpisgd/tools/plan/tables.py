@@ -28,6 +28,7 @@ __all__ = [
 
 PARTS = ("parameters", "gradients", "optimizer", "strategy", "compression", "buffers", "activations")
 METHOD_WIDTH, BOUND_WIDTH = 18, 9
+LEAST_SAVED = 0.02  # of a step: less is not worth a line
 MOST_PAIRS = 2**22  # messages of a round that are listed one by one
 
 
@@ -125,14 +126,14 @@ def rows_of(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
     ]
 
 
-def what_to_change(changes: Sequence[Change], least: float = 0.02) -> list[str]:
+def what_to_change(changes: Sequence[Change]) -> list[str]:
     """Return lines of what would make the step shorter, and by how much."""
-    worth = [change for change in changes if change.saved >= least]
+    worth = [change for change in changes if change.saved >= LEAST_SAVED]
     lines = [
         f"{change.what}: the step would take {as_time(change.step_s)}, {change.saved:.0%} less"
         for change in worth
     ]
-    return lines or ["nothing here, twice as fast, would make the step shorter by 2 %"]
+    return lines or [f"nothing here, twice as fast, would make the step shorter by {LEAST_SAVED:.0%}"]
 
 
 def failure_lines(prediction: Prediction) -> list[str]:

@@ -164,7 +164,7 @@ def _whole_block(
     return layers
 
 
-def bench_model(name: str, batch: int = 1, *, small: bool = False) -> Model:
+def bench_model(name: str, *, small: bool = False) -> Model:
     """Return one of the models of `bench step`: mlp, deep, transformer.
 
     Raises:
@@ -172,7 +172,7 @@ def bench_model(name: str, batch: int = 1, *, small: bool = False) -> Model:
     """
     if name not in BATCHES:
         raise InvalidArgument(f"plan: model={shown(name)}; expected one of {', '.join(BATCHES)}")
-    task = StepTask(name, batch, 1, small)
+    task = StepTask(name, 1, 1, small)
     return count(name, build(task), examples(task, 0)[0])
 
 

@@ -63,10 +63,10 @@ class Excerpt(NamedTuple):
     left_out: int
 
 
-def typical_steps(steps: dict[int, Steps], num: int = NUM_STEPS) -> tuple[int, int]:
+def typical_steps(steps: dict[int, Steps]) -> tuple[int, int]:
     """Return the first and the last of some steps in a row that took a median time on the first rank."""
     first = next(iter(steps.values()))
-    num = min(num, len(first.numbers))
+    num = min(NUM_STEPS, len(first.numbers))
     times = sorted(
         (first.ends[i + num - 1] - first.begins[i], i) for i in range(len(first.numbers) - num + 1)
     )

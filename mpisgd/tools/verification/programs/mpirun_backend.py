@@ -30,19 +30,16 @@ class MpirunBackend:
     """Starts a job for each number of ranks and division into hosts, and again after a fault.
 
     Args:
-        program_limit_s: after which a program hangs.
         launcher: the words that start a job on this machine.
         cluster: those that start one on emulated hosts; none: ranks of this host count as those of several.
     """
 
     def __init__(
         self,
-        program_limit_s: float = PROGRAM_LIMIT_S,
         *,
         launcher: Sequence[str] = ("mpirun",),
         cluster: Sequence[str] = (),
     ) -> None:
-        self._limit_s = program_limit_s
         self._launcher, self._cluster = launcher, cluster
         self._job: _Job | None = None
 
@@ -59,7 +56,7 @@ class MpirunBackend:
             self.close()
         if self._job is None:
             self._job = _Job(program, self._launcher, self._cluster)
-        verdict = self._job.run(program, self._limit_s)
+        verdict = self._job.run(program, PROGRAM_LIMIT_S)
         if not verdict.is_healthy:
             self._job.kill()
             self._job = None
