@@ -34,7 +34,7 @@ from mpisgd.method_state import mean_of, parts_of
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.goes_with import UNDECLARED, GoesWith
-from mpisgd.methods.strategy.training import Training
+from mpisgd.methods.strategy.training import Training, continuous_by_key
 from mpisgd.sharding.layerwise.in_files import check_in_memory
 from mpisgd.sharding.needed_parts import NeededPart
 
@@ -189,7 +189,7 @@ class Synchronizer:
 
     def replica(self) -> dict[str, Tensor]:
         """Return the tensors that differ by rank between steps, by key; not copied."""
-        return {**self.parameters_by_key(), **self.training.buffers_by_key()}
+        return {**self.parameters_by_key(), **self._buffers_by_key()}
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
@@ -218,11 +218,14 @@ class Synchronizer:
     @property
     def buffers(self) -> list[Tensor]:
         """The floating-point buffers, as they are now; do not keep them."""
-        return list(self.training.buffers_by_key().values())
+        return list(self._buffers_by_key().values())
 
     def parameters_by_key(self) -> dict[str, Tensor]:
         """Return `trainable` by key; see `tensors`."""
-        return self.training.parameters_by_key()
+        return continuous_by_key("", [param for _, param in self.training.named])
+
+    def _buffers_by_key(self) -> dict[str, Tensor]:
+        return continuous_by_key("buffer ", self.training.buffers)
 
     # -- other states, other parameters, other ranks ------------------------------------------------
 

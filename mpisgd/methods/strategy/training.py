@@ -11,7 +11,7 @@ from mpisgd.core.group import Group
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.sharding.update_work import check_not_whole
 
-__all__ = ["Training", "check_elementwise"]
+__all__ = ["Training", "check_elementwise", "continuous_by_key"]
 
 
 class Training(NamedTuple):
@@ -50,16 +50,9 @@ class Training(NamedTuple):
         """The parameters of the optimizer, as its groups have them now."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
-    def parameters_by_key(self) -> dict[str, Tensor]:
-        """Return the memory that the parameters with a fraction have now, not to be kept; "0", "1", ..."""
-        return _continuous("", [param for _, param in self.named])
 
-    def buffers_by_key(self) -> dict[str, Tensor]:
-        """Return the memory that the buffers with a fraction have now, not to be kept; "buffer 0", ..."""
-        return _continuous("buffer ", self.buffers)
-
-
-def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+def continuous_by_key(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the memory that those with a fraction have now, by prefix and place: not to be kept."""
     return {
         f"{prefix}{place}": tensor.detach()
         for place, tensor in enumerate(tensors)
