@@ -158,8 +158,8 @@ EDITS = (
     _Edit(
         "without locks a gradient counts whole",
         "methods/parameter_server/lock_free.py",
-        "param.grad = None if param.grad is None else param.grad * self.scale",
-        "param.grad = None if param.grad is None else param.grad",
+        "param.grad = own * self.scale",
+        "param.grad = own.clone()",
     ),
     _Edit(
         "the adaptive sum takes off the whole product",
