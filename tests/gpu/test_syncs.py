@@ -13,7 +13,7 @@ from torch import nn
 from verdicts import everyone
 
 import mpisgd
-from mpisgd.gradients import kinds
+from mpisgd.gradients import gradient_flags
 
 BY_NCCL = pytest.mark.parametrize("device", ["nccl"], indirect=True)
 
@@ -83,8 +83,8 @@ def test_a_mean_of_gradients_by_hand_waits_for_nothing(device, simulated):
 @pytest.mark.parametrize("cap", [64, 2**20])
 def test_a_step_has_one_exchange_on_the_host_whatever_the_buckets(device, simulated, monkeypatch, cap):
     """Which gradients exist on any rank; the GPU goes on with what is queued meanwhile."""
-    exchanges, real = [], kinds.all_reduce
-    monkeypatch.setattr(kinds, "all_reduce", lambda *about: (exchanges.append(1), real(*about))[1])
+    exchanges, real = [], gradient_flags.all_reduce
+    monkeypatch.setattr(gradient_flags, "all_reduce", lambda *about: (exchanges.append(1), real(*about))[1])
     _, ours = pair(bucket_cap_bytes=cap)
     plain_step(ours, 0)
     before = len(exchanges)
