@@ -75,7 +75,7 @@ def facts(record: dict[str, Any], before: str) -> Iterable[tuple[str, str]]:
 def tables(record: dict[str, Any]) -> list[Table]:
     """The tables of a record, as a terminal has them."""
     kind = record["kind"]
-    if kind in ("faults", "growth"):
+    if kind in ("faults", "growth", "learners"):
         return [Table(kind, record["columns"], record["cells"])]
     if kind == "mutations":
         return [Table(each["title"], each["columns"], each["rows"]) for each in record["tables"]]

@@ -88,24 +88,29 @@ class DiLoCo(Strategy):
     Module buffers (`named_buffers`) are averaged whenever the first fragment is synchronized.
 
     With `quorum` (Decoupled DiLoCo, arXiv 2604.21428) an outer step is taken with the learners that have
-    arrived: when all have, or `grace_s` after the quorum has. A learner that arrives later takes part in the
-    next outer step, and continues at once from the newest outer parameters; in each outer step the others
-    wait for it, at most `grace_s`, until it is in step again. A learner that had no part in the previous
-    outer step is not waited for. After its last step each learner calls `optimizer.synchronizer.finish()`.
-    With `quorum="all"` and `weights="equal"` the result has the same bits as without `quorum`. Between hosts
-    of several ranks the last digits may differ: without `quorum` each host adds up its own ranks first.
+    arrived: when all have, or `grace_s` after the quorum has. A learner that has not arrived by then is told
+    so after its next inner step. It sends what it has changed so far, which is part of the next outer step,
+    continues at once from the newest outer parameters, and takes as many inner steps as fit until the others
+    arrive. A learner that is slower than the others takes fewer steps in each round. One that is stopped is
+    waited for once, and again after it has continued. A change is the difference to the outer parameters from
+    which the learner began, as in asynchronous local SGD (Liu et al. 2024). After its last step each learner
+    calls `optimizer.synchronizer.finish()`. With `quorum="all"` and `weights="equal"` the result has the same
+    bits as without `quorum`. Between hosts of several ranks the last digits may differ: without `quorum` each
+    host adds up its own ranks first.
 
     With `quorum` the first rank of the group keeps the outer parameters, and a thread of it serves the other
     learners, so that MPI must run at thread level MULTIPLE. Steps contain no collective operation. Under
     `mpirun --with-ft ulfm` the training therefore survives the loss of any rank but the first, and all other
-    collectives of the program raise `PeerLost` from then on. On the first rank `state_dict()` contains the
-    outer parameters, and waits until all learners have taken as many steps as this rank. A state can only be
-    loaded by the same number of ranks, each of which loads what it has saved.
+    collectives of the program raise `PeerLost` from then on. Call `state_dict()` on all ranks, after the same
+    number of steps: on the first rank it contains the outer parameters, and waits until the other learners
+    have called it. A state can only be loaded by the same number of ranks, each of which loads what it has
+    saved.
 
     Cost: every `sync_every` steps an all-reduce of the change of the parameters; each rank keeps a copy of
         the parameters and the state of the outer optimizer. With `quorum`, instead: every `sync_every` steps
         each learner sends its parameters to the first rank and receives the outer ones; in host memory the
-        first rank has a copy of what each learner has sent, and two further copies of the parameters.
+        first rank has a copy of what each learner has sent, two further copies of the parameters, and the
+        outer parameters from which late learners began.
     """
 
     sync_every: int = 100

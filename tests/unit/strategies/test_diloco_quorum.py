@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from event_programs import Recorded, assert_replayed, record
-from paper_programs import Program, by_mpisgd, momentum, sgd
+from paper_programs import LR, Program, by_mpisgd, momentum, sgd
 from torch import Tensor, nn
 
 import mpisgd
@@ -127,40 +127,84 @@ def test_nobody_waits_longer_than_the_grace_for_one_that_is_not_there():
     assert longest[1] < 0.1, longest  # which comes late to a round of others, and goes on at once
 
 
-def waits(pause_s: float, steps: int) -> tuple[list[float], list[tuple[int, ...]]]:
-    """Return what learner 0 waits for each outer step, and whose these are; learner 1 pauses in one."""
+class Paced(NamedTuple):
+    """What learners of their own pace have done."""
+
+    waited: list[list[float]]  # seconds that each of a learner's outer steps took it, by learner
+    steps: list[list[int]]  # before each of these
+    whose: list[tuple[int, ...]]  # each outer step is
+
+
+def paced(
+    steps: Sequence[int],
+    pause_s: float = 0.0,
+    pace_s: Sequence[float] = (0.2, 0.2, 0.2),
+    strategy: DiLoCo = DiLoCo(10, quorum=2, grace_s=0.5),  # noqa: B008
+) -> Paced:
+    """Train so many steps at a pace of so many seconds, by learner; learner 1 pauses in its step 15."""
 
     def train() -> Any:
-        took, params = [], PROGRAM.start()
-        optimizer: Any = mpisgd.DistributedOptimizer(
-            sgd(list(params.values())), strategy=DiLoCo(10, quorum=2, grace_s=0.5)
-        )
-        optimizer.synchronizer.outer_events = EventLog()
-        for step in range(steps):
-            scheduling.sleep(0.2 + pause_s * ((mpisgd.rank(), step) == (1, 15)))
-            PROGRAM.loss(params, 0, PROGRAM.terms(mpisgd.rank(), step)[0]).backward()
+        took, taken, params, rank = [], [0], PROGRAM.start(), mpisgd.rank()
+        optimizer: Any = mpisgd.DistributedOptimizer(sgd(list(params.values())), strategy=strategy)
+        method = optimizer.synchronizer
+        method.events, method.outer_events = EventLog(), EventLog()
+        for step in range(steps[rank]):
+            scheduling.sleep(pace_s[rank] + pause_s * ((rank, step) == (1, 15)))
+            PROGRAM.loss(params, 0, PROGRAM.terms(rank, step)[0]).backward()
             began_s = scheduling.now_s()
             optimizer.step()
-            took.append(round(scheduling.now_s() - began_s, 1))
-        optimizer.synchronizer.finish()
-        return took[9::10], [entry.ranks for entry in optimizer.synchronizer.outer_events.entries]
+            taken[-1] += 1
+            if sum(entry.what == "enter" for entry in method.events.entries) == len(taken):
+                took.append(round(scheduling.now_s() - began_s, 2))
+                taken.append(0)
+        method.finish()
+        return took, taken[:-1], [entry.ranks for entry in method.outer_events.entries]
 
-    return run_ranks(3, train, seed=2)[0]
+    found = run_ranks(3, train, seed=2)
+    return Paced([each[0] for each in found], [each[1] for each in found], found[0][2])
 
 
 def test_one_that_is_stopped_is_waited_for_once():
-    took, whose = waits(pause_s=30.0, steps=100)
-    assert took == [0.0, 0.5] + [0.0] * 8
-    assert whose[1:10] == [(0, 2)] * 9
+    found = paced(steps=[100] * 3, pause_s=30.0)
+    assert [round(wait, 1) for wait in found.waited[0]] == [0.0, 0.5] + [0.0] * 8
+    assert found.whose[1:10] == [(0, 2)] * 9
 
 
-@pytest.mark.parametrize(("pause_s", "each"), [(0.7, [0.2]), (1.3, [0.5, 0.3]), (2.9, [0.4])])
-def test_one_that_goes_on_comes_to_be_in_step_with_the_others(pause_s, each):
-    """They wait until it is, the grace at most in each outer step; its changes are from the newest then."""
-    took, whose = waits(pause_s, steps=110)
-    assert took[:2] == [0.0, 0.5]
-    assert [wait for wait in took[2:] if wait] == each
-    assert whose[-3:] == [(0, 1, 2)] * 3 or whose[-4:] == [(0, 1, 2)] * 3 + [(1,)]  # which ends later
+HALF_STEP_S = 0.1  # of `paced`; so much earlier or later one comes that ends its round by the clock
+
+
+@pytest.mark.parametrize("pause_s", [0.7, 1.3, 2.9])
+def test_one_that_goes_on_is_in_step_with_the_others_at_the_next_outer_step(pause_s):
+    """It brings what it has at its next step, and trains as long as the others do until they come."""
+    found = paced(steps=[110] * 3, pause_s=pause_s)
+    assert round(found.waited[0][1], 1) == 0.5
+    assert max(found.waited[0][2:]) <= HALF_STEP_S + 0.02
+    assert max(found.waited[1][1:]) <= HALF_STEP_S + 0.02
+    missed = found.whose.count((0, 2))
+    assert found.whose[: 2 + missed] == [(0, 1, 2), *[(0, 2)] * missed, (0, 1, 1, 2)]
+    assert set(found.whose[2 + missed : -2]) == {(0, 1, 2)}
+    first, late, rest, *others = found.steps[1]
+    assert (first, late <= 10, rest < 10) == (10, True, True)
+    assert set(others[:-1]) <= {9, 10}
+    assert set(found.steps[0]) == {10}
+
+
+def test_one_of_half_the_pace_takes_half_as_many_steps_and_nobody_waits():
+    found = paced(steps=[60] * 3, pace_s=(0.2, 0.4, 0.2))
+    assert round(found.waited[0][0], 1) == 0.5
+    assert max(found.waited[0][1:5]) < 0.05
+    assert found.whose[1:5] == [(0, 1, 1, 2), *[(0, 1, 2)] * 3]
+    assert found.steps[1][2:5] == [5, 5, 5]
+    assert set(found.steps[0]) == {10}
+
+
+def test_learners_of_half_the_pace_take_all_their_steps_again_when_the_faster_one_has_finished():
+    strategy = DiLoCo(10, quorum=1, grace_s=0.5)
+    found = paced(steps=(20, 60, 60), pace_s=(0.2, 0.4, 0.4), strategy=strategy)
+    assert found.steps[0] == [10, 10]
+    assert found.steps[1] == found.steps[2]
+    assert found.steps[1][2:] == [5, 10, 10, 10, 10]
+    assert max(found.waited[1]) < 0.15
 
 
 def test_who_has_finished_is_told_which_learner_does_nothing():
@@ -300,6 +344,77 @@ def test_what_has_arrived_for_an_open_round_is_saved_and_counts():
     assert [each["learner"] for each in own[0]["outer"]["pending"]] == [2]
     assert [one["version"] for one in own] == [1, 1, 1]
     assert own[1]["outer"] == own[2]["outer"] == {}
+
+
+def test_one_that_is_steps_behind_comes_to_the_save_for_which_the_others_wait():
+    """They come to no outer step meanwhile, and it does not wait for one; what it brings counts after it."""
+    strategy = DiLoCo(2, quorum=2, grace_s=0.1)
+
+    def train(loads: bool) -> Any:
+        params, rank = PROGRAM.start(), mpisgd.rank()
+        optimizer = wrapped(params, strategy)
+        for step in range(12):
+            scheduling.sleep(0.1 + 2.0 * ((rank, step) == (2, 1)))
+            if step == 8:
+                saved = copy.deepcopy(optimizer.state_dict())
+                mpisgd.barrier()
+                if loads:
+                    optimizer.load_state_dict(saved)
+            one_step(params, optimizer, step)
+        optimizer.synchronizer.finish()
+        return [{name: param.detach().clone() for name, param in params.items()}], saved["mpisgd"]["own"]
+
+    once, again = (run_ranks(3, lambda each=loads: train(each), timeout_s=30.0) for loads in (False, True))
+    pending = [each["learner"] for each in once[0][1]["outer"]["pending"]]
+    assert pending
+    assert set(pending) == {2}
+    assert_same([each[0] for each in once], [each[0] for each in again])
+
+
+def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved():
+    """Learner 0 is late once, so that the others are at the step of the save without an outer step there."""
+    strategy = DiLoCo(4, quorum=1, grace_s=1.0, weights="equal", outer_options={"lr": 1.0, "momentum": 0.0})
+
+    def train() -> Any:
+        params, rank = PROGRAM.start(), mpisgd.rank()
+        optimizer: Any = mpisgd.DistributedOptimizer(sgd(list(params.values())), strategy=strategy)
+        for step in range(13):
+            scheduling.sleep(0.1 + 1.25 * ((rank, step) == (0, 1)))
+            one_step(params, optimizer, step)
+            if step == 11:
+                began = copies(params)
+        saved = copy.deepcopy(optimizer.state_dict())
+        mpisgd.barrier()
+        optimizer.load_state_dict(saved)
+        if rank:
+            method, step, version = optimizer.synchronizer, 13, optimizer.synchronizer.state.version
+            while method.state.version == version:  # it is told soon that it is behind
+                before = copies(params)
+                one_step(params, optimizer, step)
+                x = {name: before[name] - LR * param.grad for name, param in params.items()}
+                scheduling.sleep(0.1)
+                step += 1
+        else:
+            optimizer.zero_grad()
+            optimizer.step()
+            x = {}
+        optimizer.synchronizer.finish()
+        return began, x, saved["mpisgd"]["own"], copies(params)
+
+    found = run_ranks(3, train)
+    outer = found[0][2]["outer"]
+    assert dict(outer["based"]) == {0: outer["version"], 1: outer["version"] - 1, 2: outer["version"] - 1}
+    assert [version for version, _ in outer["bases"]] == [outer["version"] - 1]
+    for place, name in enumerate(PROGRAM.start()):
+        z3, z4 = outer["bases"][0][1][place], outer["newest"][place]
+        assert all(torch.equal(z3, one[0][name]) for one in found[1:])
+        mean = sum(z3 - one[1][name] for one in found[1:]) / 2
+        for one in found:
+            assert torch.allclose(one[3][name], z4 - mean, rtol=1e-12, atol=1e-12)
+
+
+def copies(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in params.items()}
 
 
 def test_what_the_first_rank_saves_has_the_changes_of_learners_that_come_after_it():
@@ -442,6 +557,20 @@ def test_a_state_of_other_ranks_is_refused():
         one_step(params, optimizer, 1)
 
     assert_refused(load, "of another number of ranks, or of one rank alone")
+
+
+def test_a_state_of_another_save_is_refused():
+    def load(params: dict[str, nn.Parameter]) -> None:
+        optimizer = wrapped(params, DiLoCo(2, quorum="all"))
+        for step in range(3):
+            one_step(params, optimizer, step)
+        saved = copy.deepcopy(optimizer.state_dict())
+        mpisgd.barrier()
+        saved["mpisgd"]["own"]["version"] -= mpisgd.rank()
+        optimizer.load_state_dict(saved)
+        one_step(params, optimizer, 3)
+
+    assert_refused(load, "let each rank load what it has saved, all of them at the same step")
 
 
 def counts(numbers: Sequence[Sequence[int]], weights: str = "tokens") -> Any:

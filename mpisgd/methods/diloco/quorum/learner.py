@@ -2,9 +2,11 @@
 
 Each rank is a learner. The first rank of the group has the outer parameters, too, and a thread that serves
 all learners; see `syncer`. No step has a collective operation in it, but the first one, and the first after a
-load: so a learner that is lost, stopped or slow is waited for by the quorum and the grace alone.
+load: so a learner that is lost, stopped or slow is waited for by the quorum and the grace alone. One without
+which an outer step was taken sends its parameters before it has taken all its steps; see `rounds`.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -21,12 +23,25 @@ from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.method_state import REBUILD, own
 from mpisgd.methods.diloco.outer import OuterChoice, OuterOptimizer
 from mpisgd.methods.diloco.quorum.link import Link
-from mpisgd.methods.diloco.quorum.messages import CLOSE, DONE, ENTER, FEW, MIXED, STALLED, TAKE, Said, Told
+from mpisgd.methods.diloco.quorum.messages import (
+    CLOSE,
+    DONE,
+    ENTER,
+    FEW,
+    MIXED,
+    OTHER_STATE,
+    SAVE,
+    STALLED,
+    TAKE,
+    Said,
+    Told,
+)
 from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds, Rule
 from mpisgd.methods.diloco.quorum.syncer import PLACE, Syncer
 from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.methods.strategy.local_training import LocalSynchronizer
 from mpisgd.methods.strategy.training import Training
+from mpisgd.threads.scheduling import now_s
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
 
@@ -39,7 +54,7 @@ class Pace(NamedTuple):
     """What a learner needs to know of the strategy.
 
     Attributes:
-        sync_every: steps from one time that it sends its parameters to the next.
+        sync_every: steps from one time that it sends its parameters to the next; fewer after it was late.
         rule: when an outer step is due.
         outer: the outer optimizer.
     """
@@ -59,7 +74,7 @@ class _State:
         examples: that these were of.
         counted: how many of the steps had a number of examples.
         outer: on the first rank, what `Rounds` has: "version", "kind", "newest", "entries", "options",
-            "pending" and "missing"; {} elsewhere.
+            "pending", "missing", "based" and "bases"; {} elsewhere.
     """
 
     version: int = own(0, lost=REBUILD)
@@ -70,7 +85,7 @@ class _State:
 
 
 class QuorumSynchronizer(LocalSynchronizer):
-    """Sends this learner's parameters every `sync_every` steps, and goes on from the outer parameters.
+    """Sends this learner's parameters, and goes on from the outer ones: every `sync_every` steps, if in time.
 
     Attributes:
         events: what is recorded of this learner, if anything: see `mpisgd.event_log`.
@@ -89,6 +104,9 @@ class QuorumSynchronizer(LocalSynchronizer):
         self._communicator: GroupCommunicator | None = None
         self._next_examples = 0
         self._is_done = False
+        self._began_s = 0.0  # when it took the outer parameters
+        self._until_s: float | None = None  # when it comes to the next outer step; None: after all its steps
+        self._has_begun_here = True  # no part of the steps was taken before a load
         self._grads: dict[str, Tensor] = {}  # that are recorded
 
     @property
@@ -140,6 +158,7 @@ class QuorumSynchronizer(LocalSynchronizer):
         limit_s = group.queue.consistency.timeout_s
         self._link = Link(self._communicator, form, group.name, group.ranks[0], limit_s)
         group.job.at_end.append(self._end)
+        self._began_s, self._until_s, self._has_begun_here = now_s(), None, not self.state.steps
         self.is_fresh = False
 
     def _make_rounds(self, form: FlatCopy, keys: Sequence[str]) -> Rounds:
@@ -154,22 +173,15 @@ class QuorumSynchronizer(LocalSynchronizer):
             entries,
             saved["options"] if same else {},
         )
-        rounds = Rounds(pace.rule, keys, newest, outer)
+        rounds = Rounds(pace.rule, keys, newest, outer, self.training.group.size)
         if saved:
-            rounds.version, rounds.missing = saved["version"], frozenset(saved.get("missing", ()))
-            for each in saved["pending"]:
-                copy = form.new_like()
-                copy.load(each["parameters"])
-                rounds.pending.append(
-                    Contribution(
-                        each["learner"],
-                        each["steps"],
-                        each["examples"],
-                        each["is_counted"],
-                        each.get("is_late", False),
-                        copy,
-                    )
-                )
+            rounds.version, rounds.missing = saved["version"], set(saved["missing"])
+            rounds.based = dict(saved["based"])
+            rounds.bases = {version: _copy_of(base, form) for version, base in saved["bases"]}
+            rounds.pending += [
+                Contribution(**{**each, "changes": _copy_of(each["changes"], form)})
+                for each in saved["pending"]
+            ]
         return rounds
 
     def close(self) -> None:
@@ -181,8 +193,11 @@ class QuorumSynchronizer(LocalSynchronizer):
     def _end(self) -> None:
         link, self._link = self._link, None
         assert link is not None
-        if not self._is_done:
-            self._take(link.ask(Said(CLOSE)), into=None)
+        try:
+            if not self._is_done:
+                self._take(link.ask(Said(CLOSE)), into=None)
+        finally:
+            link.close()
         assert self._communicator is not None
         if self._syncer is not None:
             self._syncer.join()
@@ -230,7 +245,7 @@ class QuorumSynchronizer(LocalSynchronizer):
         if self.events is not None:
             self._record("step", {**self._grads, "examples of the step": torch.tensor(examples or 1)})
             self._grads = {}
-        if state.steps < self._pace.sync_every:
+        if state.steps < self._pace.sync_every and not self._is_due():
             return
         if self._pace.rule.by_examples and state.counted not in (0, state.steps):
             raise InvalidArgument(
@@ -238,6 +253,17 @@ class QuorumSynchronizer(LocalSynchronizer):
                 'outer step, and not before others; call it before all, or take weights="equal"'
             )
         self._enter()
+
+    def _is_due(self) -> bool:
+        """Return whether to come before all steps are taken: since others are ahead, or are about to come."""
+        if self._link is None:
+            return False
+        if self._link.is_behind(self.state.version):
+            return True
+        if self._until_s is None:
+            return False
+        half_step_s = (now_s() - self._began_s) / self.state.steps / 2
+        return now_s() + half_step_s >= self._until_s
 
     def _enter(self) -> None:
         state, link, params = self.state, self._usable_link(), self.tensors()
@@ -247,9 +273,14 @@ class QuorumSynchronizer(LocalSynchronizer):
                 "model before the optimizer is made"
             )
         link.form.load([*params.values(), *self.buffers])
-        said = Said(ENTER, state.version, state.steps, state.examples, int(state.counted > 0))
-        self._take(link.ask(said, sends=True), into=params)
+        is_full = state.steps >= self._pace.sync_every and self._has_begun_here
+        full_us = max(1, int((now_s() - self._began_s) * 1e6)) if is_full else 0
+        said = Said(ENTER, state.version, state.steps, state.examples, int(state.counted > 0), full_us)
+        told = link.ask(said, sends=True)
+        self._take(told, into=params)
         state.steps = state.examples = state.counted = 0
+        self._began_s, self._has_begun_here = now_s(), True
+        self._until_s = None if told.left_us < 0 else self._began_s + told.left_us / 1e6
 
     def _usable_link(self) -> Link:
         if self._link is None:
@@ -285,6 +316,11 @@ class QuorumSynchronizer(LocalSynchronizer):
                 "DiLoCo(quorum=): some learners have called next_batch(examples=), and others have not; call "
                 'it on all, or take weights="equal"'
             )
+        if told.kind == OTHER_STATE:
+            raise InvalidArgument(
+                "DiLoCo(quorum=): some learner goes on from outer parameters that the first rank has never "
+                "had; let each rank load what it has saved, all of them at the same step"
+            )
         if self._syncer is not None and self._syncer.error is not None:
             raise self._syncer.error
         raise PeerLost("DiLoCo(quorum=): rank 0 of the group has failed, which has the outer parameters")
@@ -315,20 +351,30 @@ class QuorumSynchronizer(LocalSynchronizer):
     def arrive(self) -> None:
         """Copy what the first rank has of the outer parameters into its state, where they belong to it.
 
-        It waits until the other learners that are left have come as far as this rank. So where all ranks save
-        at the same step, what they save goes together.
+        It waits until the other learners that are left are here, too, after as many steps. So where all ranks
+        save at the same step, what they save goes together.
 
         Raises:
-            CollectiveTimeout: they have not.
+            CollectiveTimeout: they are not.
         """
-        if self.is_fresh or self._syncer is None or self._is_done:
+        if self.is_fresh or self._link is None or self._is_done:
+            return
+        if self._syncer is None:
+            with contextlib.suppress(PeerLost):  # the next outer step tells
+                self._link.tell(Said(SAVE, steps=self.num_steps))
             return
         syncer, limit_s = self._syncer, self.training.group.queue.consistency.timeout_s
-        reason = WaitReason("learners of DiLoCo that are not as far as this one", self.training.group.name)
-        if not Backoff(limit_s).wait_for(syncer.has_caught_up, about=lambda: reason):
+        reason = WaitReason("learners of DiLoCo whose state is not being saved", self.training.group.name)
+        try:
+            are_there = Backoff(limit_s).wait_for(
+                lambda: syncer.have_saved(self.num_steps), about=lambda: reason
+            )
+        finally:
+            syncer.save_no_more()
+        if not are_there:
             raise CollectiveTimeout(
-                f"DiLoCo(quorum=): waited {limit_s:.1f} s for learners that are not as far as this one, to "
-                "save what all have together"
+                f"DiLoCo(quorum=): waited {limit_s:.1f} s for learners whose state is not being saved; call "
+                "state_dict() on all ranks, after as many steps"
             )
         if syncer.error is not None:
             raise syncer.error
@@ -337,20 +383,17 @@ class QuorumSynchronizer(LocalSynchronizer):
             self.state.outer = {
                 "version": rounds.version,
                 "kind": self._pace.outer.kind,
-                "newest": [tensor.clone() for tensor in rounds.newest.tensors],
+                "newest": _clones(rounds.newest),
                 "entries": {
                     key: {n: v.clone() if isinstance(v, Tensor) else v for n, v in entry.items()}
                     for key, entry in rounds.outer.entries.items()
                 },
                 "options": rounds.outer.options,
                 "missing": sorted(rounds.missing),
-                "pending": [
-                    {**each._asdict(), "parameters": [t.clone() for t in each.copy.tensors]}
-                    for each in rounds.pending
-                ],
+                "based": [list(pair) for pair in rounds.based.items()],
+                "bases": [[version, _clones(base)] for version, base in rounds.bases.items()],
+                "pending": [{**each._asdict(), "changes": _clones(each.changes)} for each in rounds.pending],
             }
-            for each in self.state.outer["pending"]:
-                del each["copy"]
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
@@ -372,3 +415,13 @@ class QuorumSynchronizer(LocalSynchronizer):
         broadcast_coalesced([newest.memory], group.ranks[0], group)
         averaged = self.averaged
         return [mine.to(like.device) for mine, like in zip(newest.tensors, averaged, strict=True)]
+
+
+def _clones(copy: FlatCopy) -> list[Tensor]:
+    return [tensor.clone() for tensor in copy.tensors]
+
+
+def _copy_of(tensors: Sequence[Tensor], form: FlatCopy) -> FlatCopy:
+    copy = form.new_like()
+    copy.load(tensors)
+    return copy

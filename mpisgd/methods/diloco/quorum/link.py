@@ -1,13 +1,16 @@
 """`Link`: a learner's side of the messages to the rank with the outer parameters of `DiLoCo(quorum=)`."""
 
+import contextlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from mpisgd.errors import CollectiveTimeout, PeerLost
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.diloco.quorum.messages import (
     ASK_TAG,
+    BEHIND_TAG,
     DONE,
     MINE_TAG,
     NEWEST_TAG,
@@ -44,6 +47,45 @@ class Link:
         self.form = form
         self._communicator, self._group, self._server = communicator, group, server
         self._timeout_s = timeout_s
+        self._newer = torch.zeros(1, dtype=torch.int64)
+        self._news = communicator.irecv(self._newer, 0, BEHIND_TAG)
+
+    def is_behind(self, version: int) -> bool:
+        """Return whether an outer step was taken without this learner.
+
+        Args:
+            version: of the outer parameters from which it began. What is told of earlier ones is over.
+
+        Raises:
+            PeerLost: the first rank is lost.
+        """
+        found = False
+        try:
+            while self._communicator.poll_one(self._news) is not None:
+                found |= int(self._newer) > version
+                self._news = self._communicator.irecv(self._newer, 0, BEHIND_TAG)
+        except PeerLost as exc:
+            raise self._loss from exc
+        return found
+
+    def close(self) -> None:
+        """Receive no more."""
+        with contextlib.suppress(PeerLost):  # a lost job has nothing to be cancelled
+            self.is_behind(0)
+            self._communicator.cancel(self._news, self._newer)
+
+    @property
+    def _loss(self) -> PeerLost:
+        return PeerLost(f"DiLoCo(quorum=): rank {self._server} was lost, which has the outer parameters")
+
+    def tell(self, said: Said) -> None:
+        """Say something that is not answered.
+
+        Raises:
+            PeerLost: the first rank is lost.
+        """
+        words = said.words
+        self._move([self._communicator.isend(words, 0, ASK_TAG)], (words,))
 
     def ask(self, said: Said, *, sends: bool = False, limit_s: float | None = None) -> Told:
         """Say something; return what this learner is told, with the outer parameters in `form` if it is TAKE.
@@ -106,9 +148,7 @@ class Link:
         if lost or not done:
             self._communicator.abandon(left, memory)
         if lost:
-            raise PeerLost(
-                f"DiLoCo(quorum=): rank {self._server} was lost, which has the outer parameters"
-            ) from lost[0]
+            raise self._loss from lost[0]
         if not done:
             raise CollectiveTimeout(
                 f"DiLoCo(quorum=): waited {limit_s:.1f} s for a quorum of the learners; the others are late, "

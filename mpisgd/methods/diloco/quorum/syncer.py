@@ -5,8 +5,8 @@
                                              waits for the quorum, then for the grace: an outer step
     receives the outer parameters            sends them to all of this round
 
-One that began from older outer parameters, since a round was over without it, is sent the newest ones at
-once: its own are of the round that is open, for which it does not wait. All receives are from a learner by
+A learner without which a round was over is told so, and sends what it has. It is sent the newest outer
+parameters at once, with how long it trains until the others arrive, too. All receives are from a learner by
 its number, and each is asked for by itself: those of one that is lost fail alone, and MPI says why.
 """
 
@@ -20,6 +20,7 @@ from mpisgd.event_log import Entry, EventLog, Place
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.diloco.quorum.messages import (
     ASK_TAG,
+    BEHIND_TAG,
     CLOSE,
     DONE,
     ENTER,
@@ -28,13 +29,15 @@ from mpisgd.methods.diloco.quorum.messages import (
     MINE_TAG,
     MIXED,
     NEWEST_TAG,
+    OTHER_STATE,
+    SAVE,
     STALLED,
     TAKE,
     TOLD_TAG,
     Said,
     Told,
 )
-from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds
+from mpisgd.methods.diloco.quorum.rounds import Rounds
 from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.threads import wait_registry
 from mpisgd.threads.scheduling import join, now_s, sleep
@@ -57,8 +60,9 @@ class _Learner:
         sent: the parameters that follow it, and their request; None where nothing is under way.
         told: what is being sent to it, with the memory that it is sent from.
         entered: the number of its last entering.
-        num_entered: how often it has entered.
+        saved_at: how many steps it had taken when its state was last saved.
         waits: whether it waits for the end of the round.
+        is_told: whether it was told that it is behind, and has not come since.
         is_done: whether it trains no more.
         ends: whether it ends the exchanges.
         is_lost: whether it is gone.
@@ -70,12 +74,13 @@ class _Learner:
         self.request: Request | None = None
         self.sent: tuple[FlatCopy, Request] | None = None
         self.told: list[tuple[torch.Tensor, Request]] = []
-        self.entered = self.num_entered = 0
-        self.waits = self.is_done = self.ends = self.is_lost = False
+        self.entered = self.saved_at = 0
+        self.waits = self.is_told = self.is_done = self.ends = self.is_lost = False
 
-    def lose(self) -> None:
-        """Note that it is gone; what it has brought stays in its round."""
-        self.is_lost, self.waits, self.sent, self.told = True, False, None, []
+    @property
+    def trains(self) -> bool:
+        """Whether it may come to another outer step."""
+        return not (self.is_lost or self.is_done or self.ends)
 
 
 class Syncer:
@@ -110,25 +115,32 @@ class Syncer:
         self._is_given_up, self._limit_s = is_given_up, limit_s
         self._number = 0  # of what has happened to the outer parameters
         self._has_ended = False
-        self._published = self._copy_of_newest()
+        self._has_strangers = False  # who began from outer parameters that were never here
+        self._saves_at = 0  # the number of steps of a save for which this rank waits; 0: it does not
         self._learners = [_Learner(rank) for rank in range(communicator.size)]
         for learner in self._learners:
             self._listen(learner)
+            if rounds.is_behind(learner.rank):
+                self._tell_behind(learner)
         self._thread = InheritingThread(target=self._run, name="mpisgd DiLoCo", daemon=True)
         self._thread.start()
 
-    def has_caught_up(self) -> bool:
-        """Return whether all learners that are left have come as far as this rank's, and go on training.
+    def have_saved(self, steps: int) -> bool:
+        """Return whether all other learners that are left are being saved, too, after so many steps.
 
-        What they save then belongs to the outer parameters as they are.
+        What they save then belongs to the outer parameters as they are. Until then those that have taken
+        fewer steps do not wait for an outer step, to which the others would not come.
         """
         with self.lock:
-            mine = self._learners[self._communicator.rank].num_entered
-            return self.error is not None or not any(
-                each.num_entered < mine or (each.num_entered == mine and each.waits)
-                for each in self._learners
-                if not (each.is_lost or each.is_done or each.ends)
-            )
+            others = [each for each in self._learners if each.rank != self._communicator.rank]
+            are_there = all(each.saved_at >= steps for each in others if each.trains)
+            self._saves_at = 0 if are_there else steps
+            return self.error is not None or are_there
+
+    def save_no_more(self) -> None:
+        """Note that this rank waits for no save."""
+        with self.lock:
+            self._saves_at = 0
 
     def join(self) -> None:
         """Wait until the thread has ended, as it does when all learners that are left have."""
@@ -175,13 +187,17 @@ class Syncer:
         with self.lock:
             left = [each for each in self._learners if not each.is_lost]
             training = {each.rank for each in left if not each.is_done}
-            if self.rounds.is_mixed:
+            if self._has_strangers:
+                self._refuse(OTHER_STATE)
+            elif self.rounds.is_mixed:
                 self._refuse(MIXED)
             elif len(left) < self._quorum:
                 self._refuse(FEW)
             elif self.rounds.is_over(training, now_s()):
                 self._take_outer_step()
                 happened = True
+            elif self._saves_at:
+                happened |= self._let_go()
         if not self._has_ended and all(each.is_done or each.ends for each in left):
             self._has_ended = happened = True
             for learner in left:
@@ -200,8 +216,13 @@ class Syncer:
             return serve(learner)
         except PeerLost:
             with self.lock:
-                learner.lose()
+                self._lose(learner)
             return True
+
+    def _lose(self, learner: _Learner) -> None:
+        """Note that a learner is gone; what it has brought stays in its round. `lock` is held."""
+        learner.is_lost, learner.waits, learner.sent, learner.told = True, False, None, []
+        self.rounds.lose(learner.rank)
 
     def _serve(self, learner: _Learner) -> bool:
         """Take what a learner says; return whether it was something."""
@@ -221,6 +242,9 @@ class Syncer:
         if said.kind == ENTER:
             copy = self.rounds.newest.new_like()
             learner.sent = copy, communicator.irecv(copy.memory, learner.rank, MINE_TAG)
+        elif said.kind == SAVE:
+            learner.saved_at = said.steps
+            self._listen(learner)
         elif said.kind == DONE:
             learner.is_done = True
         else:
@@ -232,29 +256,44 @@ class Syncer:
         learner.request = self._communicator.irecv(learner.said, learner.rank, ASK_TAG)
 
     def _enter(self, learner: _Learner, copy: FlatCopy) -> None:
-        """Note parameters that have come. One from older outer parameters gets the newest ones at once."""
+        """Note parameters that have come. A late learner gets the newest ones at once."""
         said = Said(*learner.said.tolist())
         with self.lock:
-            is_late, is_counted = said.base < self.rounds.version, bool(said.is_counted)
-            self.rounds.pending.append(
-                Contribution(learner.rank, said.steps, said.examples, is_counted, is_late, copy)
-            )
-            learner.num_entered += 1
-            learner.entered, learner.waits = self._next_number(), True
-            if is_late and not self.rounds.is_mixed:
+            learner.entered, learner.waits, learner.is_told = self._next_number(), True, False
+            if not self.rounds.knows(said.base):
+                self._has_strangers = True
+            elif self.rounds.enter(learner.rank, said, copy) and not self.rounds.is_mixed:
                 self._answer(learner, TAKE)
         self._listen(learner)
 
     # -- outer steps --------------------------------------------------------------------------------
 
     def _take_outer_step(self) -> None:
-        learners = self.rounds.step()
-        self._published = self._copy_of_newest()
+        learners = self.rounds.step(now_s())
         if self._events is not None:
             self._events.add(Entry("outer", learners, place=Place(PLACE, self._next_number())))
         for learner in self._learners:
             if learner.waits:
                 self._answer(learner, TAKE)
+            elif learner.trains and not learner.is_told and self.rounds.is_behind(learner.rank):
+                self._tell_behind(learner)
+
+    def _tell_behind(self, learner: _Learner) -> None:
+        """Tell a learner that an outer step was taken without it; `lock` is held."""
+        newer = torch.tensor([self.rounds.version])
+        learner.is_told = True
+        try:
+            learner.told.append((newer, self._communicator.isend(newer, learner.rank, BEHIND_TAG)))
+        except PeerLost:
+            self._lose(learner)
+
+    def _let_go(self) -> bool:
+        """Let those go on that wait, and for whose save this rank waits; return whether there are any."""
+        waiting = [each for each in self._learners if each.waits and each.saved_at < self._saves_at]
+        for learner in waiting:
+            self.rounds.let_go(learner.rank)
+            self._answer(learner, TAKE)
+        return bool(waiting)
 
     def _refuse(self, why: int) -> None:
         """Tell those that wait why there is no outer step."""
@@ -268,25 +307,22 @@ class Syncer:
         try:
             self._tell(learner, kind)
         except PeerLost:
-            learner.lose()
+            self._lose(learner)
 
     def _tell(self, learner: _Learner, kind: int) -> bool:
         left = sum(not each.is_lost for each in self._learners)
-        busy = (each.rank for each in self._learners if not (each.is_lost or each.is_done or each.ends))
-        late = next(busy, 0)
-        told = Told(kind, self.rounds.version, learner.entered, self._next_number(), left, late).words
+        late = next((each.rank for each in self._learners if each.trains), 0)
+        trains_s = self.rounds.left_s(learner.rank, now_s())
+        left_us = -1 if trains_s is None else int(trains_s * 1e6)
+        version, number = self.rounds.version, self._next_number()
+        told = Told(kind, version, learner.entered, number, left, late, left_us).words
         communicator = self._communicator
         learner.told.append((told, communicator.isend(told, learner.rank, TOLD_TAG)))
         if kind == TAKE:
-            memory = self._published.memory
+            memory = self.rounds.published.memory
             learner.told.append((memory, communicator.isend(memory, learner.rank, NEWEST_TAG)))
+            self.rounds.take(learner.rank)
         return True
-
-    def _copy_of_newest(self) -> FlatCopy:
-        """Return a copy, which is sent while the next outer step may be taken."""
-        copy = self.rounds.newest.new_like()
-        copy.copy_(self.rounds.newest)
-        return copy
 
     def _next_number(self) -> int:
         self._number += 1
