@@ -106,7 +106,7 @@ class QuorumSynchronizer(LocalSynchronizer):
         self._is_done = False
         self._began_s = 0.0  # when it took the outer parameters
         self._until_s: float | None = None  # when it comes to the next outer step; None: after all its steps
-        self._has_begun_here = True  # no part of the steps was taken before a load
+        self._untimed = 0  # of the steps since, those before it: the first one, and those before a load
         self._grads: dict[str, Tensor] = {}  # that are recorded
 
     @property
@@ -158,7 +158,7 @@ class QuorumSynchronizer(LocalSynchronizer):
         limit_s = group.queue.consistency.timeout_s
         self._link = Link(self._communicator, form, group.name, group.ranks[0], limit_s)
         group.job.at_end.append(self._end)
-        self._began_s, self._until_s, self._has_begun_here = now_s(), None, not self.state.steps
+        self._began_s, self._until_s, self._untimed = now_s(), None, self.state.steps + 1
         self.is_fresh = False
 
     def _make_rounds(self, form: FlatCopy, keys: Sequence[str]) -> Rounds:
@@ -273,14 +273,21 @@ class QuorumSynchronizer(LocalSynchronizer):
                 "model before the optimizer is made"
             )
         link.form.load([*params.values(), *self.buffers])
-        is_full = state.steps >= self._pace.sync_every and self._has_begun_here
-        full_us = max(1, int((now_s() - self._began_s) * 1e6)) if is_full else 0
-        said = Said(ENTER, state.version, state.steps, state.examples, int(state.counted > 0), full_us)
+        said = Said(
+            ENTER, state.version, state.steps, state.examples, int(state.counted > 0), self._full_us()
+        )
         told = link.ask(said, sends=True)
         self._take(told, into=params)
         state.steps = state.examples = state.counted = 0
-        self._began_s, self._has_begun_here = now_s(), True
+        self._began_s, self._untimed = now_s(), 0
         self._until_s = None if told.left_us < 0 else self._began_s + told.left_us / 1e6
+
+    def _full_us(self) -> int:
+        """Return how many microseconds all its steps take, where this learner has taken them; 0 elsewhere."""
+        steps, timed = self.state.steps, self.state.steps - self._untimed
+        if steps < self._pace.sync_every or timed < 1:
+            return 0
+        return max(1, int((now_s() - self._began_s) * 1e6 * steps / timed))
 
     def _usable_link(self) -> Link:
         if self._link is None:

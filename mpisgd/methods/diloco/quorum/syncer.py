@@ -59,6 +59,7 @@ class _Learner:
         request: of that.
         sent: the parameters that follow it, and their request; None where nothing is under way.
         told: what is being sent to it, with the memory that it is sent from.
+        news: likewise, that it is behind; it may be stopped, and hear of it much later.
         entered: the number of its last entering.
         saved_at: how many steps it had taken when its state was last saved.
         waits: whether it waits for the end of the round.
@@ -74,6 +75,7 @@ class _Learner:
         self.request: Request | None = None
         self.sent: tuple[FlatCopy, Request] | None = None
         self.told: list[tuple[torch.Tensor, Request]] = []
+        self.news: list[tuple[torch.Tensor, Request]] = []
         self.entered = self.saved_at = 0
         self.waits = self.is_told = self.is_done = self.ends = self.is_lost = False
 
@@ -169,8 +171,9 @@ class Syncer:
         finally:
             for learner in self._learners:
                 requests = [learner.request] if learner.request is not None else []
-                requests += [request for _, request in (*learner.told, *filter(None, [learner.sent]))]
-                self._communicator.abandon(requests, (learner.said, learner.told, learner.sent))
+                sent = (*learner.told, *learner.news, *filter(None, [learner.sent]))
+                requests += [request for _, request in sent]
+                self._communicator.abandon(requests, (learner.said, sent))
             del wait_registry.workers[threading.get_ident()]
 
     def _is_over(self) -> bool:
@@ -221,13 +224,15 @@ class Syncer:
 
     def _lose(self, learner: _Learner) -> None:
         """Note that a learner is gone; what it has brought stays in its round. `lock` is held."""
-        learner.is_lost, learner.waits, learner.sent, learner.told = True, False, None, []
+        learner.is_lost, learner.waits, learner.sent = True, False, None
+        learner.told, learner.news = [], []
         self.rounds.lose(learner.rank)
 
     def _serve(self, learner: _Learner) -> bool:
         """Take what a learner says; return whether it was something."""
         communicator = self._communicator
         learner.told = [each for each in learner.told if communicator.poll_one(each[1]) is None]
+        learner.news = [each for each in learner.news if communicator.poll_one(each[1]) is None]
         if learner.sent is not None:
             copy, request = learner.sent
             if communicator.poll_one(request) is None:
@@ -283,7 +288,7 @@ class Syncer:
         newer = torch.tensor([self.rounds.version])
         learner.is_told = True
         try:
-            learner.told.append((newer, self._communicator.isend(newer, learner.rank, BEHIND_TAG)))
+            learner.news.append((newer, self._communicator.isend(newer, learner.rank, BEHIND_TAG)))
         except PeerLost:
             self._lose(learner)
 
