@@ -379,8 +379,8 @@ def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved()
     def train() -> Any:
         params, rank = PROGRAM.start(), mpisgd.rank()
         optimizer: Any = mpisgd.DistributedOptimizer(sgd(list(params.values())), strategy=strategy)
-        for step in range(13):
-            scheduling.sleep(0.1 + 1.25 * ((rank, step) == (0, 1)))
+        for step in range(14):
+            scheduling.sleep(0.1 + 1.22 * ((rank, step) == (0, 1)))
             one_step(params, optimizer, step)
             if step == 11:
                 began = copies(params)
@@ -388,7 +388,7 @@ def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved()
         mpisgd.barrier()
         optimizer.load_state_dict(saved)
         if rank:
-            method, step, version = optimizer.synchronizer, 13, optimizer.synchronizer.state.version
+            method, step, version = optimizer.synchronizer, 14, optimizer.synchronizer.state.version
             while method.state.version == version:  # it is told soon that it is behind
                 before = copies(params)
                 one_step(params, optimizer, step)
