@@ -107,7 +107,8 @@ def simulated(case: Case) -> list[Seen]:
 
 def on_hosts(case: Case, rate: str) -> list[Seen]:
     """Train on emulated hosts."""
-    command = [str(ROOT / "scripts" / "cluster"), "--hosts", ",".join([str(case.learners)] * case.hosts)]
+    program = ROOT / "scripts" / "emulation" / "virtual_cluster.py"
+    command = [sys.executable, str(program), "--hosts", ",".join([str(case.learners)] * case.hosts)]
     command += ["--rate", rate, "--cores", "all", "--mpirun", "--with-ft ulfm", "--"]
     command += [sys.executable, __file__, "--learner", json.dumps(case._asdict())]
     limit_s = 20 * case.seconds + 600
