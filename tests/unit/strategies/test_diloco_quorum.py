@@ -208,6 +208,13 @@ def test_learners_of_half_the_pace_take_all_their_steps_again_when_the_faster_on
     assert max(found.waited[1]) < 0.15
 
 
+def test_there_is_no_outer_step_of_late_changes_alone():
+    """All others have finished; the steps stay out, as those do that one takes after its last outer step."""
+    found = paced(steps=[20] * 3, pause_s=3.0)
+    assert found.whose == [(0, 1, 2), (0, 2)]
+    assert found.steps[1] == [10, 6]  # and four more, which are not all its steps
+
+
 def test_who_has_finished_is_told_which_learner_does_nothing():
     def train() -> str:
         params = PROGRAM.start()
@@ -397,7 +404,9 @@ def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved()
                 step += 1
         else:
             optimizer.zero_grad()
-            optimizer.step()
+            for _ in range(4):
+                optimizer.step()  # changes nothing
+                scheduling.sleep(0.3)  # the others come late in the meantime
             x = {}
         optimizer.synchronizer.finish()
         return began, x, saved["mpisgd"]["own"], copies(params)
@@ -409,7 +418,7 @@ def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved()
     for place, name in enumerate(PROGRAM.start()):
         z3, z4 = outer["bases"][0][1][place], outer["newest"][place]
         assert all(torch.equal(z3, one[0][name]) for one in found[1:])
-        mean = sum(z3 - one[1][name] for one in found[1:]) / 2
+        mean = sum(z3 - one[1][name] for one in found[1:]) / 3
         for one in found:
             assert torch.allclose(one[3][name], z4 - mean, rtol=1e-12, atol=1e-12)
 

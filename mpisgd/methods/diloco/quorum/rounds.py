@@ -15,7 +15,8 @@ grace after the quorum has passed. A learner that has not arrived by then is beh
     for the rest of that round            it trains as long as those that began in time, and is waited for
 
 It goes on by the clock until it has taken all its steps within a round. So a learner that is slower for good
-takes fewer steps than the others, and arrives when they do.
+takes fewer steps than the others, and arrives when they do. What comes late is no reason for an outer step:
+it waits for a change from the newest outer parameters, and stays out where there is none before the end.
 
 Sources: Decoupled DiLoCo (arXiv 2604.21428); the numbers of steps by speed: Liu et al. 2024, "Asynchronous
 Local-SGD Training for Language Modeling".
@@ -189,7 +190,7 @@ class Rounds:
         waiting = {each.learner for each in self.pending if not each.is_late}
         if not arrived or len(arrived) < min(self._rule.quorum, len(arrived | training)):
             return False
-        if training and not waiting:
+        if not waiting:  # late changes alone are none: the momentum would go on without anything new
             return False
         if self._there_since_s is None:
             self._there_since_s = now_s

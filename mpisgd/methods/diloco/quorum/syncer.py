@@ -317,7 +317,8 @@ class Syncer:
     def _tell(self, learner: _Learner, kind: int) -> bool:
         left = sum(not each.is_lost for each in self._learners)
         late = next((each.rank for each in self._learners if each.trains), 0)
-        trains_s = self.rounds.left_s(learner.rank, now_s())
+        is_alone = not any(each.trains for each in self._learners if each is not learner)
+        trains_s = None if is_alone else self.rounds.left_s(learner.rank, now_s())
         left_us = -1 if trains_s is None else int(trains_s * 1e6)
         version, number = self.rounds.version, self._next_number()
         told = Told(kind, version, learner.entered, number, left, late, left_us).words
