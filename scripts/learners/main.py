@@ -208,7 +208,8 @@ def record_of(args: argparse.Namespace, found: Sequence[Comparison]) -> dict[str
         "notes": [
             f"learners are {where}; {args.seconds:g} s with faults, links of 100 Mbit/s, "
             f"DiLoCo({first.sync_every}, quorum={first.quorum}, grace_s={first.grace_s:g}), "
-            f"steps of {first.step_s:g} s",
+            f"steps of {first.step_s:g} s, AdamW, a learning rate "
+            + ("that falls to 0 by the end" if first.decays else "that is constant"),
             "throughput and loss are multiples of those of a training without faults, over as many "
             "examples: steps in a second of a learner that is there, and the loss on other data at the end",
         ],
@@ -236,6 +237,7 @@ def main() -> None:
     parser.add_argument("--grace", type=float, default=default.grace_s, help="seconds")
     parser.add_argument("--sync-every", type=int, default=default.sync_every, help="steps")
     parser.add_argument("--step", type=float, default=default.step_s, help="seconds of a step")
+    parser.add_argument("--decay", action="store_true", help="the learning rate falls to 0 by the end")
     parser.add_argument("--mpirun", action="store_true", help="on emulated hosts, instead of threads")
     parser.add_argument("--rate", default="100mbit", help="of the hosts' links, with --mpirun")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, without --mpirun")
@@ -251,6 +253,7 @@ def main() -> None:
         grace_s=args.grace,
         sync_every=args.sync_every,
         step_s=args.step,
+        decays=args.decay,
     )
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     cases = [case_of(text, args.options)._replace(seed=seed) for text in args.cases for seed in seeds]

@@ -19,7 +19,7 @@ from mpisgd.threads.scheduling import now_s, sleep
 
 __all__ = ["Acts", "Case", "Fault", "Seen", "drawn", "learn"]
 
-BATCH, CLASSES = 64, 10
+BATCH, CLASSES, LR = 64, 10, 0.002
 JITTER = 0.1  # a step takes so much more or less
 SHORTEST_S, LONGEST_S = 2.0, 6.0  # of a stop
 END_S = 1.0  # until all have noticed every loss
@@ -39,6 +39,7 @@ class Case(NamedTuple):
         step_s: seconds of a step.
         seed: of the data, the faults and the pace.
         steps: of each learner, instead of `seconds`; 0: as many as there is time for.
+        decays: whether the learning rate falls to 0 by the end, in a straight line; else it is constant.
     """
 
     hosts: int = 4
@@ -52,6 +53,7 @@ class Case(NamedTuple):
     step_s: float = 0.02
     seed: int = 0
     steps: int = 0
+    decays: bool = False
 
     @property
     def size(self) -> int:
@@ -150,7 +152,7 @@ def learn(case: Case, faults: Sequence[Fault], acts: Acts) -> None:
     rank = mpisgd.rank()
     task, pace = _Task(case), random.Random(1000 * case.seed + rank)
     optimizer: Any = mpisgd.DistributedOptimizer(
-        torch.optim.AdamW(task.model.parameters(), lr=0.002),
+        torch.optim.AdamW(task.model.parameters(), lr=LR),
         strategy=mpisgd.DiLoCo(case.sync_every, quorum=case.quorum, grace_s=case.grace_s),
     )
     method = optimizer.synchronizer
@@ -173,6 +175,10 @@ def learn(case: Case, faults: Sequence[Fault], acts: Acts) -> None:
             acts.stop(fault.stop_s)
             stopped_s += now_s() - step_began_s
             step_began_s = now_s()
+        if case.decays:
+            done = step / case.steps if case.steps else (step_began_s - began_s) / case.seconds
+            for group in optimizer.param_groups:
+                group["lr"] = LR * max(0.0, 1 - done)
         optimizer.zero_grad()
         task.loss(draw, BATCH).backward()
         takes_s = case.step_s * pace.uniform(1 - JITTER, 1 + JITTER)
