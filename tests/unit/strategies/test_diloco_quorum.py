@@ -137,11 +137,11 @@ class Paced(NamedTuple):
 
 def paced(
     steps: Sequence[int],
-    pause_s: float = 0.0,
+    pauses_s: Mapping[int, float],
     pace_s: Sequence[float] = (0.2, 0.2, 0.2),
     strategy: DiLoCo = DiLoCo(10, quorum=2, grace_s=0.5),  # noqa: B008
 ) -> Paced:
-    """Train so many steps at a pace of so many seconds, by learner; learner 1 pauses in its step 15."""
+    """Train so many steps at a pace of so many seconds, by learner; learner 1 pauses in steps."""
 
     def train() -> Any:
         took, taken, params, rank = [], [0], PROGRAM.start(), mpisgd.rank()
@@ -149,7 +149,7 @@ def paced(
         method = optimizer.synchronizer
         method.events, method.outer_events = EventLog(), EventLog()
         for step in range(steps[rank]):
-            scheduling.sleep(pace_s[rank] + pause_s * ((rank, step) == (1, 15)))
+            scheduling.sleep(pace_s[rank] + (pauses_s.get(step, 0.0) if rank == 1 else 0.0))
             PROGRAM.loss(params, 0, PROGRAM.terms(rank, step)[0]).backward()
             began_s = scheduling.now_s()
             optimizer.step()
@@ -165,9 +165,22 @@ def paced(
 
 
 def test_one_that_is_stopped_is_waited_for_once():
-    found = paced(steps=[100] * 3, pause_s=30.0)
+    found = paced([100] * 3, {15: 30.0})
     assert [round(wait, 1) for wait in found.waited[0]] == [0.0, 0.5] + [0.0] * 8
     assert found.whose[1:10] == [(0, 2)] * 9
+
+
+def test_one_that_is_stopped_again_before_it_is_in_step_is_waited_for_once_more():
+    found = paced([100] * 3, {15: 1.3, 21: 30.0})
+    assert [round(wait, 1) for wait in found.waited[0]] == [0.0, 0.5, 0.5] + [0.0] * 7
+    assert found.whose[1:10] == [(0, 2), (0, 1, 2)] + [(0, 2)] * 7
+
+
+def test_one_that_is_in_step_again_takes_all_its_steps_like_any_other():
+    """The others wait for it, within the grace, where it is a little slower then."""
+    found = paced([110] * 3, {15: 0.7, **dict.fromkeys(range(50, 110), 0.02)})
+    assert set(found.steps[1][-5:-1]) == {10}
+    assert {round(wait, 1) for wait in found.waited[0][-4:-1]} == {0.2}
 
 
 HALF_STEP_S = 0.1  # of `paced`; so much earlier or later one comes that ends its round by the clock
@@ -176,7 +189,7 @@ HALF_STEP_S = 0.1  # of `paced`; so much earlier or later one comes that ends it
 @pytest.mark.parametrize("pause_s", [0.7, 1.3, 2.9])
 def test_one_that_goes_on_is_in_step_with_the_others_at_the_next_outer_step(pause_s):
     """It brings what it has at its next step, and trains as long as the others do until they come."""
-    found = paced(steps=[110] * 3, pause_s=pause_s)
+    found = paced([110] * 3, {15: pause_s})
     assert round(found.waited[0][1], 1) == 0.5
     assert max(found.waited[0][2:]) <= HALF_STEP_S + 0.02
     assert max(found.waited[1][1:]) <= HALF_STEP_S + 0.02
@@ -190,7 +203,7 @@ def test_one_that_goes_on_is_in_step_with_the_others_at_the_next_outer_step(paus
 
 
 def test_one_of_half_the_pace_takes_half_as_many_steps_and_nobody_waits():
-    found = paced(steps=[60] * 3, pace_s=(0.2, 0.4, 0.2))
+    found = paced([60] * 3, {}, pace_s=(0.2, 0.4, 0.2))
     assert round(found.waited[0][0], 1) == 0.5
     assert found.waited[0][1] <= 0.2  # half a step of learner 1
     assert max(found.waited[0][2:5]) < 0.05
@@ -201,7 +214,7 @@ def test_one_of_half_the_pace_takes_half_as_many_steps_and_nobody_waits():
 
 def test_learners_of_half_the_pace_take_all_their_steps_again_when_the_faster_one_has_finished():
     strategy = DiLoCo(10, quorum=1, grace_s=0.5)
-    found = paced(steps=(20, 60, 60), pace_s=(0.2, 0.4, 0.4), strategy=strategy)
+    found = paced((20, 60, 60), {}, pace_s=(0.2, 0.4, 0.4), strategy=strategy)
     assert found.steps[0] == [10, 10]
     assert found.steps[1] == found.steps[2]
     assert found.steps[1][2:] == [5, 10, 10, 10, 10]
@@ -210,7 +223,7 @@ def test_learners_of_half_the_pace_take_all_their_steps_again_when_the_faster_on
 
 def test_there_is_no_outer_step_of_late_changes_alone():
     """All others have finished; the steps stay out, as those do that one takes after its last outer step."""
-    found = paced(steps=[20] * 3, pause_s=3.0)
+    found = paced([20] * 3, {15: 3.0})
     assert found.whose == [(0, 1, 2), (0, 2)]
     assert found.steps[1] == [10, 6]  # and four more, which are not all its steps
 

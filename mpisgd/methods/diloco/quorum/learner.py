@@ -262,7 +262,7 @@ class QuorumSynchronizer(LocalSynchronizer):
             return True
         if self._until_s is None:
             return False
-        half_step_s = (now_s() - self._began_s) / self.state.steps / 2
+        half_step_s: float = (now_s() - self._began_s) / self.state.steps / 2
         return now_s() + half_step_s >= self._until_s
 
     def _enter(self) -> None:
