@@ -21,6 +21,10 @@ from mpisgd import DiLoCo
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from mpisgd.event_log import EventLog
 from mpisgd.job.threads_as_ranks import LOST, lose_ranks, run_ranks
+from mpisgd.methods.diloco.outer import OuterOptimizer
+from mpisgd.methods.diloco.quorum.messages import Said
+from mpisgd.methods.diloco.quorum.rounds import Rounds, Rule
+from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.threads import scheduling
 
 CLOSE = 1e-12  # of the largest element: torch's outer SGD adds and multiplies in one operation
@@ -392,32 +396,43 @@ def test_one_that_is_steps_behind_comes_to_the_save_for_which_the_others_wait():
     assert_same([each[0] for each in once], [each[0] for each in again])
 
 
+def test_who_is_let_go_trains_again_by_now():
+    form = FlatCopy([torch.zeros(3)])
+    outer = OuterOptimizer(DiLoCo(2)._outer_choice, {"x": form.tensors[0]}, {}, {})
+    rounds = Rounds(Rule(1, 0.0, True), ["x"], form, outer, size=2)
+    rounds.enter(1, Said(steps=2, examples=2), form.new_like())
+    assert rounds.is_over({0, 1}, 0.0)
+    rounds.let_go(1)
+    assert not rounds.is_over({0, 1}, 0.0)
+
+
 def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved():
     """Learner 0 is late once, so that the others are at the step of the save without an outer step there."""
-    strategy = DiLoCo(4, quorum=1, grace_s=1.0, weights="equal", outer_options={"lr": 1.0, "momentum": 0.0})
+    strategy = DiLoCo(6, quorum=1, grace_s=1.0, weights="equal", outer_options={"lr": 1.0, "momentum": 0.0})
 
     def train() -> Any:
         params, rank = PROGRAM.start(), mpisgd.rank()
         optimizer: Any = mpisgd.DistributedOptimizer(sgd(list(params.values())), strategy=strategy)
-        for step in range(14):
-            scheduling.sleep(0.1 + 1.22 * ((rank, step) == (0, 1)))
+        for step in range(20):
+            scheduling.sleep(0.1 + 1.42 * ((rank, step) == (0, 1)))
             one_step(params, optimizer, step)
-            if step == 11:
+            if step == 17:
                 began = copies(params)
         saved = copy.deepcopy(optimizer.state_dict())
         mpisgd.barrier()
         optimizer.load_state_dict(saved)
         if rank:
-            method, step, version = optimizer.synchronizer, 14, optimizer.synchronizer.state.version
+            method, step, version = optimizer.synchronizer, 20, optimizer.synchronizer.state.version
             while method.state.version == version:  # it is told soon that it is behind
                 before = copies(params)
                 one_step(params, optimizer, step)
                 x = {name: before[name] - LR * param.grad for name, param in params.items()}
                 scheduling.sleep(0.1)
                 step += 1
+            assert step <= 22  # all its steps would be two more
         else:
             optimizer.zero_grad()
-            for _ in range(4):
+            for _ in range(6):
                 optimizer.step()  # changes nothing
                 scheduling.sleep(0.3)  # the others come late in the meantime
             x = {}
