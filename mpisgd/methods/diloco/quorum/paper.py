@@ -4,8 +4,9 @@ Decoupled DiLoCo (arXiv 2604.21428), where the change of a learner that is late 
 from which it began, as in asynchronous local SGD (Liu et al. 2024).
 
     step, of learner i     x_i <- x_i - u(g_i);   s_i <- s_i + 1;   t_i <- t_i + its examples
-    enter, of learner i    d_i = b_i - x_i, with the weight w_i = t_i^2 / s_i, or 1;   s_i, t_i <- 0
-    outer, of those m      D = sum of w_m d_m / sum of w_m, of all that have entered since the last
+    enter, of learner i    d_i = b_i - x_i, of s_i steps and t_i examples;   s_i, t_i <- 0
+    outer, of those m      d_m, s_m, t_m: sums of all with which m has entered since the last
+                           w_m = t_m^2 / s_m, or 1;   D = sum of w_m d_m / sum of w_m
                            v <- mu v + D;   theta <- theta - lr (D + mu v)       or theta - lr v
     take, of learner i     x_i, b_i <- theta
 """
@@ -17,7 +18,7 @@ from mpisgd.methods.paper_kit import Event, Paper, Vec, Vecs, World, alike, mean
 __all__ = ["DecoupledDiLoCo", "State"]
 
 EXAMPLES = "examples of the step"  # beside the gradients of a step
-Entered = tuple[tuple[int, Vec, float], ...]  # i, d_i, w_i
+Entered = dict[int, tuple[Vec, int, float]]  # by i: d_i, s_i, t_i
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class State:
 
     theta: Vec = alike(default_factory=Vec)
     v: Vec = alike(default_factory=Vec)
-    entered: Entered = alike(())
+    entered: Entered = alike(default_factory=dict)
     b: dict[int, Vec] = own(default_factory=dict)
     s: dict[int, int] = own(default_factory=dict)
     t: dict[int, float] = own(default_factory=dict)
@@ -46,7 +47,7 @@ class DecoupledDiLoCo(Paper[State]):
     def start(self, x: Vecs, w: World) -> State:
         theta = x[w.ranks[0]]
         steps, examples = dict.fromkeys(w.ranks, 0), dict.fromkeys(w.ranks, 0.0)
-        return State(theta, theta * 0.0, (), dict.fromkeys(w.ranks, theta), steps, examples)
+        return State(theta, theta * 0.0, {}, dict.fromkeys(w.ranks, theta), steps, examples)
 
     def event(self, s: State, x: Vecs, e: Event, w: World) -> tuple[State, Vecs]:
         i = e.ranks[0]
@@ -55,20 +56,23 @@ class DecoupledDiLoCo(Paper[State]):
             t_i = s.t[i] + float(e.g[EXAMPLES])
             return replace(s, s={**s.s, i: s.s[i] + 1}, t={**s.t, i: t_i}), {**x, i: x_i}
         if e.what == "enter":
-            w_i = s.t[i] ** 2 / s.s[i] if self.by_examples else 1.0
-            entered = (*s.entered, (i, s.b[i] - x[i], w_i))
+            d_i, s_i, t_i = s.entered.get(i, (x[i] * 0.0, 0, 0.0))
+            entered = {**s.entered, i: (d_i + (s.b[i] - x[i]), s_i + s.s[i], t_i + s.t[i])}
             return replace(s, entered=entered, s={**s.s, i: 0}, t={**s.t, i: 0}), x
         if e.what == "outer":
             return self._outer_step(s, e, w), x
         return replace(s, b={**s.b, i: s.theta}), {**x, i: s.theta}
 
     def _outer_step(self, s: State, e: Event, w: World) -> State:
-        entered = sorted(s.entered, key=lambda one: one[0])
-        if e.ranks != tuple(i for i, _, _ in entered):
-            raise ValueError(f"an outer step of {e.ranks}, and {[i for i, _, _ in entered]} have entered")
-        all_w = sum(w_i for _, _, w_i in entered)
-        share = [len(entered) * w_i / all_w for _, _, w_i in entered]
-        D = mean({k: share[k] * d_i for k, (_, d_i, _) in enumerate(entered)}, w)
+        learners = sorted(s.entered)
+        if e.ranks != tuple(learners):
+            raise ValueError(f"an outer step of {e.ranks}, and {learners} have entered")
+        d, w_of = {}, {}
+        for i in learners:
+            d[i], s_i, t_i = s.entered[i]
+            w_of[i] = t_i**2 / s_i if self.by_examples else 1.0
+        share = {i: len(learners) * w_of[i] / sum(w_of.values()) for i in learners}
+        D = mean({i: share[i] * d[i] for i in learners}, w)
         v = self.mu * s.v + D
         theta = s.theta - self.lr * (D + self.mu * v if self.nesterov else v)
-        return replace(s, theta=theta, v=v, entered=())
+        return replace(s, theta=theta, v=v, entered={})

@@ -11,7 +11,7 @@ A round is the time from one outer step to the next. It ends when all have arriv
 grace after the quorum has passed. A learner that has not arrived by then is behind:
 
     from then on                          it is not waited for: a stop takes the others the grace once
-    when it hears of the outer step       it brings what it has, which is of the round that is open now
+    when it hears of the outer step       it brings what it has, to which its change of the round now is added
     for the rest of that round            it trains as long as those that began in time, and is waited for
 
 It goes on by the clock until it has taken all its steps within a round. So a learner that is slower for good
@@ -51,15 +51,15 @@ class Rule(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What a learner brings.
+    """What a learner has brought to the round that is open, all of it together.
 
     Attributes:
         learner: who.
         steps: that it took.
         examples: that these were of; steps where nobody has said how many.
         is_counted: whether somebody has.
-        is_late: whether it began in an earlier round, and trains again by now.
-        changes: of its parameters, and its buffers as they are; overwritten when the round is over.
+        is_late: whether all of it began in an earlier round, and the learner trains again by now.
+        changes: of its parameters, and its latest buffers as they are; overwritten when the round is over.
     """
 
     learner: int
@@ -130,11 +130,17 @@ class Rounds:
         """
         is_late = said.base < self.version
         base = self.bases[said.base] if is_late else self.newest
-        for outer, param in zip(base.tensors[: len(self._keys)], copy.tensors, strict=False):
+        changes = copy.tensors[: len(self._keys)]
+        for outer, param in zip(base.tensors, changes, strict=False):
             torch.sub(outer, param, out=param)
-        self.pending.append(
-            Contribution(learner, said.steps, said.examples, bool(said.is_counted), is_late, copy)
-        )
+        mine = Contribution(learner, said.steps, said.examples, bool(said.is_counted), is_late, copy)
+        for each in list(self.pending):
+            if each.learner == learner and each.is_counted == mine.is_counted:
+                torch._foreach_add_(changes, each.changes.tensors[: len(changes)])
+                steps, examples = mine.steps + each.steps, mine.examples + each.examples
+                mine = mine._replace(steps=steps, examples=examples)
+                self.pending.remove(each)
+        self.pending.append(mine)
         self.missing.discard(learner)
         if is_late or not said.full_us:
             self._by_clock.add(learner)
@@ -204,7 +210,7 @@ class Rounds:
 
     def step(self, now_s: float) -> tuple[int, ...]:
         """Take an outer step with what has arrived; return whose it was."""
-        arrived = sorted(self.pending, key=lambda each: each.learner)  # those of one in their order
+        arrived = sorted(self.pending, key=lambda each: each.learner)
         count = len(self._keys)
         for each, share in zip(arrived, self._shares(arrived), strict=True):
             if share != 1:
