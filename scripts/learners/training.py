@@ -175,7 +175,7 @@ def learn(case: Case, faults: Sequence[Fault], acts: Acts) -> None:
             acts.stop(fault.stop_s)
             stopped_s += now_s() - step_began_s
             step_began_s = now_s()
-        if case.decays:
+        if case.decays and step:  # in the first step all options must be alike
             done = step / case.steps if case.steps else (step_began_s - began_s) / case.seconds
             for group in optimizer.param_groups:
                 group["lr"] = LR * max(0.0, 1 - done)

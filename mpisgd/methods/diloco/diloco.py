@@ -89,14 +89,14 @@ class DiLoCo(Strategy):
 
     With `quorum` (Decoupled DiLoCo, arXiv 2604.21428) an outer step is taken with the learners that have
     arrived: when all have, or `grace_s` after the quorum has. A learner that has not arrived by then is told
-    so after its next inner step. It sends what it has changed so far, which is part of the next outer step,
-    continues at once from the newest outer parameters, and takes as many inner steps as fit until the others
-    arrive. A learner that is slower than the others takes fewer steps in each round. One that is stopped is
-    waited for once, and again after it has continued. A change is the difference to the outer parameters from
-    which the learner began, as in asynchronous local SGD (Liu et al. 2024). After its last step each learner
-    calls `optimizer.synchronizer.finish()`. With `quorum="all"` and `weights="equal"` the result has the same
-    bits as without `quorum`. Between hosts of several ranks the last digits may differ: without `quorum` each
-    host adds up its own ranks first.
+    so after its next inner step. It sends what it has changed so far, which is part of the next outer step
+    together with what it changes until then, continues at once from the newest outer parameters, and takes as
+    many inner steps as fit until the others arrive. A learner that is slower than the others takes fewer
+    steps in each round. One that is stopped is waited for once, and again after it has continued. A change is
+    the difference to the outer parameters from which the learner began, as in asynchronous local SGD (Liu et
+    al. 2024). After its last step each learner calls `optimizer.synchronizer.finish()`. With `quorum="all"`
+    and `weights="equal"` the result has the same bits as without `quorum`. Between hosts of several ranks the
+    last digits may differ: without `quorum` each host adds up its own ranks first.
 
     With `quorum` the first rank of the group keeps the outer parameters, and a thread of it serves the other
     learners, so that MPI must run at thread level MULTIPLE. Steps contain no collective operation. Under
