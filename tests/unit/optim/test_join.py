@@ -18,14 +18,6 @@ from mpisgd.job.threads_as_ranks import RankFailed, lose_ranks, run_ranks
 BATCHES = (5, 3, 0, 4)  # of each rank
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def batch(rank: int, step: int, shape: tuple[int, ...] = (3,)) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + step)
     rows = 2 + (rank + step) % 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from uneven.division import METHODS, drawn
 from uneven.main import try_division
 
@@ -12,14 +11,6 @@ from mpisgd.gradients.weight import Weight
 from mpisgd.methods.strategy.example_counts import ExampleCounts
 
 SEEDS = 3 * len(METHODS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("method", range(len(METHODS)), ids=METHODS)

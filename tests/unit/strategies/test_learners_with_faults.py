@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from learners.main import Comparison, case_of, rows, simulated, summed
 from learners.training import Case, drawn
 
 CASE = Case(hosts=4, stops=3, kills=1, seconds=40.0, sync_every=25, step_s=0.08)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -11,7 +11,7 @@ A round is the time from one outer step to the next. It ends when all have arriv
 grace after the quorum has passed. A learner that has not arrived by then is behind:
 
     from then on                          it is not waited for: a stop takes the others the grace once
-    when it hears of the outer step       it brings what it has, to which its change of the round now is added
+    when it is told of the outer step     it brings what it has, to which its change of the round now is added
     for the rest of that round            it trains as long as those that began in time, and is waited for
 
 It goes on by the clock until it has taken all its steps within a round. So a learner that is slower for good

@@ -59,7 +59,7 @@ class _Learner:
         request: of that.
         sent: the parameters that follow it, and their request; None where nothing is under way.
         told: what is being sent to it, with the memory that it is sent from.
-        news: likewise, that it is behind; it may be stopped, and hear of it much later.
+        news: likewise, that it is behind; it may be stopped, and receive that much later.
         entered: the number of its last entering.
         saved_at: how many steps it had taken when its state was last saved.
         waits: whether it waits for the end of the round.
