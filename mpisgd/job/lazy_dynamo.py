@@ -19,7 +19,7 @@ from torch.optim import optimizer as optimizer_module
 
 from mpisgd.job.process_changes import changes
 
-__all__ = ["defer_import"]
+__all__ = ["defer_import", "outside_compiler"]
 
 COMPILER = "torch._dynamo"
 CACHE = "__dynamo_disable"  # where a function that torch keeps from the compiler has its untraced form
@@ -56,8 +56,21 @@ def _give_back(optimizer: type[Optimizer], ours: Function, step: Function) -> No
 def _call_directly(method: Function) -> None:
     """Let `method`, of `torch._disable_dynamo`, call what it wraps while there is no compiler."""
     function = getattr(method, "__wrapped__", None)
-    if function is None or CACHE in vars(function):
-        return
+    if function is not None and CACHE not in vars(function):
+        changes.callback(_forget, function, _leave_untraced(method, function))
+
+
+def outside_compiler(function: Function) -> Function:
+    """Decorate what `torch.compile` is to leave out; `torch.compiler.disable` itself loads the compiler."""
+    keep_out = getattr(torch._compile, "_disable_dynamo", torch.compiler.disable)
+    method: Function = keep_out(function)
+    if keep_out is not torch.compiler.disable:
+        _leave_untraced(method, function)
+    return method
+
+
+def _leave_untraced(method: Function, function: Function) -> Function:
+    """Let `method` call the `function` that it wraps while there is no compiler; return what does so."""
 
     def untraced(*args: Any, **kwargs: Any) -> Any:
         if COMPILER not in sys.modules:
@@ -66,7 +79,7 @@ def _call_directly(method: Function) -> None:
         return method(*args, **kwargs)
 
     vars(function)[CACHE] = untraced
-    changes.callback(_forget, function, untraced)
+    return untraced
 
 
 def _forget(function: Function, untraced: Function) -> None:

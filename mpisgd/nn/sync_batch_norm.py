@@ -18,6 +18,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.uneven_data import UnevenData, acting, performs, refuse
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 from mpisgd.job.job_of_thread import job_place
+from mpisgd.job.lazy_dynamo import outside_compiler
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.nn.batch_norm_function import normalize
 from mpisgd.nn.batch_statistics import BatchStatistics, gather_statistics
@@ -83,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):
         """Return `input` normalized; in training, collective over the group."""
         return self._synchronized(input) if self.training else super().forward(input)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # communication is nothing to trace
+    @outside_compiler  # communication is nothing to trace
     def _synchronized(self, input: Tensor) -> Tensor:
         if self._num_ranks() == 1:
             return super().forward(input)

@@ -7,6 +7,7 @@ python -m mpisgd verify --sabotage                      # breaks every mode, and
 mpirun -np 8 -hostfile hosts python -m mpisgd verify    # with these ranks
 """
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +107,7 @@ def verify(
     cells: Annotated[Path | None, typer.Option(hidden=True)] = None,
     losing: Annotated[str, typer.Option(hidden=True)] = "",
     beyond: Annotated[int, typer.Option(hidden=True)] = 0,
+    plain: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Compare every mode of training with one process on the joined batch, or with its paper.
 
@@ -124,7 +126,9 @@ def verify(
 
     defer_import()  # before `mpisgd.init` does: examples of methods have optimizers
     killed = Sabotage(losing) if losing else None
-    selection = Selection(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
+    selection = Selection(
+        quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond, plain=plain
+    )
     here = is_launched()
     if method:
         if here:
@@ -221,6 +225,9 @@ def _tried(
 
 def _in_this_job(selection: "Selection", path: Path | None) -> "list[Cell]":
     """Verify with the ranks of this job."""
+    if any(mode.loads_much for mode in selection.modes()):
+        import torch.distributed.fsdp  # noqa: F401
+    gc.freeze()  # all that is imported: `init` would look for garbage in it, which takes a second
     mpisgd.init()
     from mpisgd.tools.verification.jobs import append_cell
     from mpisgd.tools.verification.matrix import run_here

@@ -34,6 +34,7 @@ class Started(NamedTuple):
         hosts: ranks of each emulated host; empty for this machine as it is.
         losing: what is sabotaged in a job that loses a rank; None in others.
         beyond: it has only modes that need more ranks than these.
+        plain: it has only modes that do not load much of torch.
     """
 
     ranks: int
@@ -42,12 +43,14 @@ class Started(NamedTuple):
     hosts: tuple[int, ...] = ()
     losing: Sabotage | None = None
     beyond: int = 0
+    plain: bool = False
 
     def has(self, mode: Mode) -> bool:
         """Return whether a mode makes sense in it."""
         nodes = NUM_HOSTS if self.hosts or RANKS_PER_HOST in self.settings else 1
         fits = mode.applies(self.ranks, nodes, shared_memory=self.transport != MESSAGES)
-        return fits and mode.sizes[0] > self.beyond and mode.loses_rank == (self.losing is not None)
+        is_needed = mode.sizes[0] > self.beyond and not (self.plain and mode.loads_much)
+        return fits and is_needed and mode.loses_rank == (self.losing is not None)
 
 
 def jobs_of(
@@ -56,12 +59,14 @@ def jobs_of(
     """Return the jobs for these numbers of ranks, on one host, on two, by messages only, and with losses.
 
     Where `selection` is quick, the largest of several numbers is tried on two hosts alone, and no other one
-    is. Else modes that need more ranks than any of these get a job of that size; if modes are broken that is
-    a job for them alone, since each takes a turn for each sabotage.
+    is; that job alone has modes that load much. Else modes that need more ranks than any of these get
+    one of that size; if modes are broken that is a job for them alone, since each takes a turn for each
+    sabotage.
     """
     several = [count for count in ranks if count > 1]
     alone = {max(several)} if selection.quick and len(several) > 1 else set()
-    jobs = [Started(count) for count in ranks if count not in alone]
+    plain = selection.quick and bool(several)
+    jobs = [Started(count, plain=plain) for count in ranks if count not in alone]
     if several:
         some = SOME if SOME in several else max(several)
         for count in sorted({max(several)} if selection.quick else {some, max(several)}):
@@ -156,6 +161,7 @@ def _options(selection: Selection, job: Started) -> list[str]:
     ]
     options = [*flags, *(["--only", selection.only] if selection.only else [])]
     options += [] if job.losing is None else ["--losing", job.losing.value]
+    options += ["--plain"] if job.plain else []
     return options + (["--beyond", str(job.beyond)] if job.beyond else [])
 
 

@@ -28,6 +28,7 @@ class Selection(NamedTuple):
         only: modes whose family or name contains this text.
         losing: in a job that is to lose a rank, what is done to it; None in others.
         beyond: only modes that need more ranks than these.
+        plain: only modes that do not load much of torch: another job has the others.
     """
 
     quick: bool = False
@@ -35,12 +36,13 @@ class Selection(NamedTuple):
     only: str = ""
     losing: Sabotage | None = None
     beyond: int = 0
+    plain: bool = False
 
     def modes(self) -> list[Mode]:
         """Return the rows of the matrix; of a job that loses a rank only those that may be such."""
         is_quick = self.quick and not self.only
         if self.losing is None:
-            from mpisgd.tools.verification.modes import all_modes, quick_modes  # load torch's parallelism
+            from mpisgd.tools.verification.modes import all_modes, quick_modes
 
             modes = quick_modes() if is_quick else all_modes()
         else:
@@ -48,7 +50,7 @@ class Selection(NamedTuple):
 
             modes = tuple(mode for mode in RESUMPTION if mode.quick or not is_quick)
         named = [m for m in modes if self.only.lower() in f"{m.family} {m.name}".lower()]
-        return [m for m in named if m.sizes[0] > self.beyond]
+        return [m for m in named if m.sizes[0] > self.beyond and not (self.plain and m.loads_much)]
 
     @property
     def sabotages(self) -> Sequence[Sabotage]:

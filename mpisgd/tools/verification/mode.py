@@ -99,6 +99,8 @@ class Mode(NamedTuple):
         loses_rank: whether a rank is killed, for which it needs a job of its own.
         shares_memory: whether all ranks must have memory in common.
         power_of_two: whether the number of ranks must be one.
+        loads_much: whether it needs parts of torch that take longer to load than many modes take: DTensor, or
+            the compiler, which DistributedDataParallel looks for.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Mode(NamedTuple):
     loses_rank: bool = False
     shares_memory: bool = False
     power_of_two: bool = False
+    loads_much: bool = False
 
     def applies(self, size: int, num_nodes: int = 1, *, shared_memory: bool = True) -> bool:
         """Return whether it makes sense with so many ranks on so many hosts."""

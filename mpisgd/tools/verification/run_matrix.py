@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import cache, partial
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +89,12 @@ def run_matrix(
     context.set_forkserver_preload([__name__])  # torch is imported once for all
     cores = psutil.cpu_count(logical=False) or 1
     done: dict[int, tuple[list[Tried], bool]] = {}
-    with concurrent.futures.ProcessPoolExecutor(min(cores, len(chosen)), mp_context=context) as pool:
+    places = context.SimpleQueue()
+    for core in _own_cores(cores):
+        places.put(core)
+    with concurrent.futures.ProcessPoolExecutor(
+        min(cores, len(chosen)), mp_context=context, initializer=_stay, initargs=(places,)
+    ) as pool:
         works = {
             pool.submit(_try_row, row, number, extent, sabotage, results): number
             for number, row in enumerate(chosen)
@@ -99,6 +106,18 @@ def run_matrix(
         [tried for number in sorted(done) for tried in done[number][0]],
         [chosen[number].name for number in sorted(done) if not done[number][1]],
     )
+
+
+def _own_cores(count: int) -> Sequence[int | None]:
+    """Return a core for each of so many processes, None where the system is to place one."""
+    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return usable if len(usable) == count else [None] * count  # else two of them may be parts of one core
+
+
+def _stay(places: SimpleQueue[int | None]) -> None:
+    """Keep this process on a core: its threads take turns, and waking one on another core takes longer."""
+    if (core := places.get()) is not None:
+        os.sched_setaffinity(0, {core})
 
 
 @cache

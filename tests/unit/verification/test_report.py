@@ -122,6 +122,24 @@ def test_jobs_without_a_mode_are_left_out():
     assert len(jobs([2], only="elastic.run", sabotage=True)) == 4
 
 
+def test_the_quick_form_loads_much_of_torch_in_one_job_and_leaves_no_mode_out():
+    def loading(*ranks: int) -> list[tuple[int, str]]:
+        return [
+            (job.ranks, job.transport)
+            for job in jobs_of(selection, ranks, modes, emulates_hosts=True)
+            if job.ranks > 1 and any(mode.loads_much and job.has(mode) for mode in modes)
+        ]
+
+    selection = Selection(quick=True)
+    modes = selection.modes()
+    assert {"FSDP2", "DistributedDataParallel"} <= {mode.name for mode in modes if mode.loads_much}
+    assert loading(3, 4) == loading(1, 4) == [(4, "2 hosts")]
+    jobs = jobs_of(selection, [3, 4], modes, emulates_hosts=True)
+    assert [mode.name for mode in modes if not any(job.has(mode) for job in jobs)] == []
+    names = {mode.name for mode in Selection(quick=True, plain=True).modes()}
+    assert names == {mode.name for mode in modes if not mode.loads_much}
+
+
 def test_broken_modes_get_eight_ranks_only_where_they_need_them():
     selection = Selection(sabotage=True)
     (large,) = [job for job in jobs_of(selection, [1, 4], selection.modes()) if job.ranks > 4]

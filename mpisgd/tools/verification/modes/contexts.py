@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 import mpisgd
@@ -109,6 +108,8 @@ def _natively(trainer: Trainer, ring: Group, ranks: Sequence[int], **options: An
 
 def with_tensor_parallel(trainer: Trainer) -> Tensor:
     """Train with pairs of ranks that divide heads; both pairs share all sequences, and average."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     model = trainer.problem.model()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     columns = dict.fromkeys(("query", "key", "value"), ColwiseParallel())
@@ -168,7 +169,8 @@ def _mode(
     **options: Any,
 ) -> Mode:
     reference = equal_to_one_process(make)
-    return Mode(name, "context parallel", train, reference, sizes, problem=sequence_problem, **options)
+    options = {**options, "problem": sequence_problem, "loads_much": True}
+    return Mode(name, "context parallel", train, reference, sizes, **options)
 
 
 CONTEXTS = (

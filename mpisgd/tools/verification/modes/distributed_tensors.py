@@ -1,10 +1,13 @@
-"""Training a model whose parameters may be DTensors, of which each rank has a part."""
+"""Training a model whose parameters may be DTensors, of which each rank has a part.
+
+Modes load DTensor when they train: its import takes longer than most modes.
+"""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mpisgd.tools.verification.modes.synchronous import sgd
 from mpisgd.tools.verification.problem import Batch
@@ -31,11 +34,13 @@ def train_distributed(trainer: Trainer, model: nn.Module, batch: Callable[[int],
     return torch.stack(rows)
 
 
-def local(param: Tensor) -> Tensor:
-    """Return this rank's part of a parameter."""
-    return param.to_local() if isinstance(param, DTensor) else param
+def local(param: Any) -> Tensor:
+    """Return this rank's part of a parameter, which may be a DTensor."""
+    part: Tensor = param.to_local() if hasattr(param, "to_local") else param
+    return part
 
 
-def whole(param: Tensor) -> Tensor:
-    """Return the plain tensor that a parameter stands for. Collective over its mesh."""
-    return param.full_tensor() if isinstance(param, DTensor) else param
+def whole(param: Any) -> Tensor:
+    """Return the plain tensor that a parameter, which may be a DTensor, stands for. Collective."""
+    tensor: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
+    return tensor

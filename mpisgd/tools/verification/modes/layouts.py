@@ -53,7 +53,7 @@ def _mode(rules: str, mesh: str, sizes: tuple[int, int], *, quick: bool = False)
     axes = mesh.count(":")
     name = f"layout in {axes}-D: {rules}"
     train, reference = laid_out(rules, mesh), equal_to_one_process(sgd)
-    return Mode(name, "layouts", train, reference, sizes, quick=quick)
+    return Mode(name, "layouts", train, reference, sizes, quick=quick, loads_much=True)
 
 
 LAYOUTS = (

@@ -2,20 +2,11 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 import mpisgd
@@ -27,6 +18,10 @@ from mpisgd.tools.verification.sabotage import Sabotage
 from mpisgd.tools.verification.trainer import Trainer
 from mpisgd.tools.verification.trajectories import MakeOptimizer
 from mpisgd.transport.messages.link import even_ranges
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["TORCH_PROGRAMS"]
 
@@ -62,6 +57,8 @@ def zero_redundancy(trainer: Trainer) -> Tensor:
 
 def fully_sharded(trainer: Trainer) -> Tensor:
     """Train with FSDP2 (ZeRO-3)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
     group = trainer.process_group()
     return _sharded(
         trainer, _layers(trainer), _mesh() if group is None else DeviceMesh.from_group(group, "cpu")
@@ -70,6 +67,8 @@ def fully_sharded(trainer: Trainer) -> Tensor:
 
 def sharded_and_tensor_parallel(trainer: Trainer) -> Tensor:
     """Train with FSDP2 over two pairs of ranks that divide the hidden layer: every pair has its share."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     model = _layers(trainer)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -84,13 +83,15 @@ def sharded_and_tensor_parallel(trainer: Trainer) -> Tensor:
 
 
 def _sharded(
-    trainer: Trainer, model: nn.Sequential, mesh: DeviceMesh, batch: Callable[[int], Batch] | None = None
+    trainer: Trainer, model: nn.Sequential, mesh: "DeviceMesh", batch: Callable[[int], Batch] | None = None
 ) -> Tensor:
     _shard(model, mesh)
     return train_distributed(trainer, model, batch or trainer.batch)
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, mesh: "DeviceMesh") -> None:
+    from torch.distributed.fsdp import fully_shard
+
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     for layer in model.children():
         if isinstance(layer, nn.Linear):
@@ -100,6 +101,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def tensor_parallel(trainer: Trainer) -> Tensor:
     """Train with the hidden layer divided by columns and rows; every rank has the joined batch."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     model = _layers(trainer)
     if trainer.sabotage is Sabotage.NO_COMMUNICATION:  # the part that a rank would have, and no sum
         model[2].register_forward_pre_hook(_keep_own_columns(trainer))
@@ -111,6 +114,9 @@ def tensor_parallel(trainer: Trainer) -> Tensor:
 
 def three_ways(trainer: Trainer) -> Tensor:
     """Train a pipeline of two stages, each sharded over two ranks (FSDP2) of pairs that divide its layers."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     axes = ("pp", "dp", "tp")
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
     stage, half, _ = (mesh.get_local_rank(axis) for axis in axes)
@@ -192,7 +198,7 @@ def _keep_own_columns(trainer: Trainer) -> Callable[[nn.Module, tuple[Tensor, ..
     return keep
 
 
-def _mesh() -> DeviceMesh:
+def _mesh() -> "DeviceMesh":
     return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -201,12 +207,18 @@ def _mode(name: str, train: Callable[[Trainer], Tensor], make: MakeOptimizer = s
 
 
 TORCH_PROGRAMS = (
-    _mode("DistributedDataParallel", ddp),
-    _mode("ZeroRedundancyOptimizer", zero_redundancy, adam, quick=False),
-    _mode("FSDP2", fully_sharded),
-    _mode("tensor parallel", tensor_parallel, sizes=(2, 4), quick=False),
-    _mode("FSDP2 and tensor parallel", sharded_and_tensor_parallel, sizes=(4, 4), quick=False),
-    _mode("pipeline", pipeline, sizes=(2, 3), quick=False),
-    _mode("pipeline, FSDP2 and tensor parallel", three_ways, sizes=(8, 8), quick=False),
+    _mode("DistributedDataParallel", ddp, loads_much=True),
+    _mode("ZeroRedundancyOptimizer", zero_redundancy, adam, quick=False, loads_much=True),
+    _mode("FSDP2", fully_sharded, loads_much=True),
+    _mode("tensor parallel", tensor_parallel, sizes=(2, 4), quick=False, loads_much=True),
+    _mode(
+        "FSDP2 and tensor parallel",
+        sharded_and_tensor_parallel,
+        sizes=(4, 4),
+        quick=False,
+        loads_much=True,
+    ),
+    _mode("pipeline", pipeline, sizes=(2, 3), quick=False, loads_much=True),
+    _mode("pipeline, FSDP2 and tensor parallel", three_ways, sizes=(8, 8), quick=False, loads_much=True),
     _mode("SyncBatchNorm", synchronized_norm, sizes=(2, 2**31), problem=normalized_problem),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from mpisgd.errors import InvalidArgument
@@ -23,9 +24,14 @@ def evaluated(text: str, names: Mapping[str, Any] | None = None) -> Any:
         InvalidArgument: it has anything else.
     """
     try:
-        return _value(ast.parse(text, mode="eval").body, names)
+        return _value(_parsed(text), names)
     except SyntaxError as exc:
         raise InvalidArgument(f"{text[:80]!r} is no expression: {exc}") from exc
+
+
+@lru_cache(maxsize=1024)  # programs ask for the options of a method again and again
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
 
 
 def _value(node: ast.expr, names: Mapping[str, Any] | None) -> Any:
