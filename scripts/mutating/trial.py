@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import select
@@ -57,6 +58,7 @@ LEFT_OUT = (
 LONGEST, PAUSE_S = 4.0, 30.0  # what takes so many times as long, and so much more, hangs
 SHORT = "not long"
 TRACE_LIMIT_S = 3600.0
+TO_END_S = 10.0  # of a job that is told to end
 LOG = "trace.log"
 RANKS = 3
 UNIT = ("tests/unit",)
@@ -228,7 +230,11 @@ def _run(command: list[str], copy: Path, limit_s: float, traced: tuple[str, Path
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # mpirun ends its ranks, which are in sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TO_END_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             return -signal.SIGKILL
 
 
