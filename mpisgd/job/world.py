@@ -174,6 +174,7 @@ def _make_with(
         timeout_s=timeout_s,
         warning_s=config.stall_warning_s(),
         abort=functools.partial(_abort_from_thread, abort if threads_allowed else None),
+        end_rank=functools.partial(_abort_from_thread, None),
         revoke=None if detector is None else detector.revoke,
     )
     job.monitor = StallMonitor(collector, watchdog)
@@ -188,7 +189,7 @@ def _abort_from_thread(abort: Callable[[int], None] | None, reason: str) -> None
     """End the job while the main thread is blocked inside MPI. Does not return.
 
     Args:
-        abort: ends all ranks; None where only the main thread may call MPI.
+        abort: ends all ranks; None where only the main thread may call MPI, or there is no launcher.
         reason: has been printed before.
     """
     tracing.flush()

@@ -5,11 +5,15 @@ inside MPI cannot do that: the monitor's thread sees it and reports what everyon
 communicators that ends the call, and with it all waits of the job. Else, or where it does not, the job ends.
 So it does where a rank was lost and a one-sided call goes on: nothing is revoked of a window (Open MPI 5.0).
 
+A rank whose launcher was killed would compute and wait for ever: MPI notices it in its own calls alone.
+
 One rank reports a stall, not all of them. The ranks of a host take turns by the console's lock, and note in
 their mailbox what they have reported. Between hosts the lowest one reports: who has asked all others knows
 which of them are about to do so too.
 """
 
+import contextlib
+import os
 import threading
 import time
 import zlib
@@ -59,6 +63,7 @@ class Watchdog:
         console: held while this rank reports.
         timeout_s: how long a call may be blocked inside MPI, where its operation has no timeout of its own.
         abort: ends the job, or what stands for that, where a rank is blocked inside MPI; gets the reason.
+        end_rank: ends this process alone; gets the reason.
         revoke: ends all calls that are blocked inside MPI, with an error that says the reason; None where
             that is not to be had.
 
@@ -75,11 +80,13 @@ class Watchdog:
         timeout_s: float,
         warning_s: float,
         abort: Callable[[str], None],
+        end_rank: Callable[[str], None],
         revoke: Callable[[str], None] | None,
     ) -> None:
         self.warning_s = warning_s
         self.abort_s = 0.0
         self._abort = abort
+        self._end_rank = end_rank
         self._revoke = revoke
         self._revoked_s = 0.0  # when that was done
         self._lost_s = 0.0  # when a rank was seen to be lost
@@ -87,9 +94,12 @@ class Watchdog:
         self._console = console
         self._timeout_s = timeout_s
         self._warned: set[int] = set()
+        self._launcher = os.getppid()
 
     def check(self) -> None:
         """Check whether something waits too long; called again and again by the monitor's thread."""
+        if os.getppid() != self._launcher:
+            self._end_without_launcher()
         self._lost_s = (self._lost_s or time.monotonic()) if waiting.cancelled_by_loss() else 0.0
         if self._oldest_s() < SHORT_S:
             self._warned.clear()
@@ -107,6 +117,15 @@ class Watchdog:
                 self._end_blocked(wait, timeout_s)
             elif 0 < self.warning_s < wait.waited_s:
                 self._warn(wait, timeout_s)
+
+    def _end_without_launcher(self) -> None:
+        """End this process; those of the others end likewise: MPI reached them by way of the launcher."""
+        with contextlib.suppress(OSError):  # whoever has read what was printed is gone, too
+            print_to_user(
+                f"rank {self._collector.rank}: the process that started it ({self._launcher}; mpirun, or its "
+                "daemon on this host) has ended, so the job ends"
+            )
+        self._end_rank("its launcher has ended")
 
     def _oldest_s(self) -> float:
         """Return for how long the oldest wait of this rank has lasted; cheap."""

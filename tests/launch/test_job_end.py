@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import signal
@@ -10,7 +11,9 @@ import sys
 import tempfile
 import textwrap
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 from launcher import ENVIRONMENT, mpirun, run_python
 
@@ -351,11 +354,10 @@ def test_an_interrupt_ends_the_job(job):
     assert done.seconds < PROMPT_S
 
 
-def test_nothing_is_left_behind_by_a_job_that_is_killed(tmp_path):
-    """kill -9 of the launcher and of every rank."""
+def start_two(tmp_path: Path, rest: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a job; return the launcher and the process ids of both ranks."""
     program = tmp_path / "prog.py"
-    program.write_text(START + "print(os.getpid(), flush=True)\nmpisgd.barrier()\ntime.sleep(60)\n")
-    before = set(glob.glob(f"{tempfile.gettempdir()}/mpisgd-*"))
+    program.write_text(f"{START}print(os.getpid(), flush=True)\nmpisgd.barrier()\n{rest}\n")
     process = subprocess.Popen(
         [mpirun(), "-n", "2", sys.executable, str(program)],
         env={**os.environ, **ENVIRONMENT},
@@ -366,11 +368,32 @@ def test_nothing_is_left_behind_by_a_job_that_is_killed(tmp_path):
     assert process.stdout is not None
     ranks = [int(process.stdout.readline()) for _ in range(2)]
     time.sleep(0.5)
+    return process, ranks
+
+
+def test_nothing_is_left_behind_by_a_job_that_is_killed(tmp_path):
+    """kill -9 of the launcher and of every rank."""
+    before = set(glob.glob(f"{tempfile.gettempdir()}/mpisgd-*"))
+    process, ranks = start_two(tmp_path, "time.sleep(60)")
     for pid in (*ranks, process.pid):
         os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=60)
-    process.stdout.close()
+    process.communicate(timeout=60)
     assert set(glob.glob(f"{tempfile.gettempdir()}/mpisgd-*")) <= before
+
+
+def test_ranks_end_with_a_launcher_that_is_killed_whatever_they_do(tmp_path):
+    """MPI tells those alone that call it: who computes would do so for ever."""
+    process, ranks = start_two(tmp_path, "while True:\n    torch.ones(9).sum()")
+    running = [*map(psutil.Process, ranks)]
+    process.kill()
+    try:
+        psutil.wait_procs(running, timeout=PROMPT_S)
+        assert [pid for pid in ranks if psutil.pid_exists(pid)] == []
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=60)
 
 
 def test_asynchronous_gossip_ends_with_the_program_whoever_is_first(job):
