@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--rooms", nargs="+", default=list(ROOMS), choices=ROOMS, help="folders to change")
     parser.add_argument("--by-hand", action="store_true", help="instead, those of by_hand.py")
     parser.add_argument("--jobs", type=int, default=2, help="faults that are tried at the same time")
+    parser.add_argument("--scored", action="store_true", help="run only checks that count for the score")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument(
         "--out", type=Path, help="a file of results, one line each; what it has is not run again"
@@ -78,7 +79,8 @@ def main() -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.touch()
         left = [mutant for mutant in mutants if mutant.name not in _known(out)]
-        trials = Trials(ROOT, Path(folder), {mutant.path.partition("/")[0] for mutant in mutants})
+        rooms = {mutant.path.partition("/")[0] for mutant in mutants}
+        trials = Trials(ROOT, Path(folder), rooms, scored=args.scored)
         workers = []
         for number in range(args.jobs):
             if (worker := os.fork()) == 0:

@@ -87,12 +87,13 @@ class Trials:
         root: of the repository.
         folder: for copies of it.
         rooms: in which there are faults: what none of them needs is not traced.
+        scored: whether only the checks are run that count for the score.
     """
 
-    def __init__(self, root: Path, folder: Path, rooms: Iterable[str]) -> None:
+    def __init__(self, root: Path, folder: Path, rooms: Iterable[str], *, scored: bool = False) -> None:
         torch.set_num_threads(1)
-        self._root, self._folder = root, folder
-        needed = {check for room in rooms for check in _checks(room)}
+        self._root, self._folder, self._scored = root, folder, scored
+        needed = {check for room in rooms for check in _checks(room, scored=scored)}
         self._lines = Lines(self._traced([check for check in COMMANDS if check in needed]))
 
     def run(self, mutant: Mutant, number: int) -> Found:
@@ -117,7 +118,7 @@ class Trials:
         lines = range(mutant.executed[0], mutant.executed[1] + 1) if mutant.executed else ()
         items = self._lines.items(mutant.path, lines) if mutant.executed else every
         room = mutant.path.partition("/")[0]
-        for check in _checks(room):
+        for check in _checks(room, scored=self._scored):
             if check == DERIVED:
                 kinds = kinds_of(items)
                 seed = zlib.crc32(mutant.name.encode())
@@ -176,9 +177,9 @@ class Trials:
         return folder
 
 
-def _checks(room: str) -> list[str]:
+def _checks(room: str, *, scored: bool) -> list[str]:
     parts = CHECKS["arithmetic" if room in ARITHMETIC else "engine"]
-    return [check for part in parts.values() for check in part]
+    return [check for name, part in parts.items() if name or not scored for check in part]
 
 
 def _source_of(root: Path) -> str:
