@@ -25,8 +25,8 @@ FACTORS = {ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//"}
 SMALL = 64  # larger numbers are sizes, limits and seeds
 # What the program says of itself is no arithmetic, and tests do not read every word of it.
 TEXTS = ("__repr__", "__str__")
-# What methods are compared with, and what `plan` alone reads.
-DERIVED = ("paper", "coding")
+# What methods are compared with, what `plan` alone reads, and with what methods are tried.
+DERIVED = ("paper", "coding", "cost", "examples")
 
 
 _Located = ast.stmt | ast.expr

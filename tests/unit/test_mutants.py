@@ -29,6 +29,8 @@ from mutating.operators import mutants_of  # noqa: E402
         ('def f(x):\n    raise ValueError(f"{x + 1}")\n', set()),
         ("def __repr__(self):\n    return self.x + 1\n", set()),
         ("def coding(self):\n    return self.x + 1\n", set()),
+        ("def cost(self):\n    return self.x + 1\n", set()),
+        ("def examples(cls):\n    return (cls(1),)\n", set()),
         ("x: int\n", set()),
     ],
 )
