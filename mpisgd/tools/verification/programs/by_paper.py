@@ -26,9 +26,11 @@ from mpisgd.tools.verification.papers import paper_of
 from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.events import Event
 from mpisgd.tools.verification.programs.model import Model
+from mpisgd.tools.verification.programs.one_bit_papers import definition_of_optimizer
 from mpisgd.tools.verification.programs.optimizer_part import Part
 from mpisgd.tools.verification.programs.option_text import evaluated
 from mpisgd.tools.verification.programs.program import (
+    ONE_BIT,
     Layer,
     Optimizer,
     Program,
@@ -121,7 +123,7 @@ class ByPaper:
         self._changes: list[events.Clip | events.SetGradient] = []  # of the reduced gradients
         self._apart: dict[int, Any] = {}  # by optimizer, the state from before a rank went on alone
         first = program.optimizers[0]
-        self._is_local = not averages_gradients(first)
+        self._is_local = first.name in ONE_BIT or not averages_gradients(first)
         self._mixes_first = getattr(first.strategy, "style", "") == "combine_then_adapt"
         self._begin()
 
@@ -131,10 +133,19 @@ class ByPaper:
         self._runs = [self._new_run(part) for part in self._parts]
 
     def _new_run(self, part: Part) -> PaperRun:
+        optimizer = self._program.optimizers[part.place]
+        if optimizer.name in ONE_BIT:
+            rate = partial(self._rate, part.place)
+            return PaperRun(definition_of_optimizer(self._program, rate), part.params, hosts=self._hosts)
         definition = paper_among(self._program, self._num_ranks, part.place)
         if isinstance(definition.layout, Shares):
             definition = definition._replace(layout=replace(definition.layout, places=part.places))
         return PaperRun(definition, part.params, part.optimizers, hosts=self._hosts)
+
+    def _rate(self, place: int, _: int) -> float:
+        """Return the learning rate of an optimizer now."""
+        rate: float = self._all[0].optimizers[place].param_groups[0]["lr"]
+        return rate
 
     @property
     def _here(self) -> list[tuple[int, Training]]:

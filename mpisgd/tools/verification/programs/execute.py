@@ -14,6 +14,7 @@ from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.by_paper import averages_gradients
 from mpisgd.tools.verification.programs.distributed_training import DistributedTraining
 from mpisgd.tools.verification.programs.model import Model
+from mpisgd.tools.verification.programs.one_bit_papers import is_adam
 from mpisgd.tools.verification.programs.program import ONE_BIT, Optimizer, Program
 from mpisgd.tools.verification.programs.sabotaged import SabotagedTraining
 from mpisgd.tools.verification.programs.serial_definition import codes_between_hosts, definition_of
@@ -47,7 +48,6 @@ CHANGING = (
     events.EndJoin,
 )
 EXACT_CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16")
-NEVER = 100  # steps; up to then two of the three that travel by one bit are Adam
 LOSSLESS = ("mpisgd.compress.TopK(ratio=1.0)",)
 
 
@@ -141,14 +141,12 @@ def has_reference(program: Program) -> bool:
 def _is_serial(program: Program, optimizer: Optimizer) -> bool:
     if optimizer.name == SERIAL:
         return True
-    if optimizer.name in ONE_BIT:
-        settings = dict(optimizer.settings)
-        return (
-            settings.get("freeze_step", settings.get("var_freeze_step")) == NEVER
-            and "Lamb" not in optimizer.name
-        )
+    if optimizer.name in ONE_BIT and is_adam(optimizer):
+        return True
     if definition_of(program) is not None:
         return True
+    if optimizer.name in ONE_BIT:
+        return False
     dtypes = [program.layers[layer].dtype for layer in optimizer.layers]
     rounds_halves = not program.exact and halves_with_masters(dtypes, master_dtype_of(optimizer))
     if codes_between_hosts(program) or rounds_halves:

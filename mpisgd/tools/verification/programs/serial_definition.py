@@ -12,6 +12,7 @@ from mpisgd.methods.power_sgd.paper import PowerSGD
 from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.tools.verification.programs import events
 from mpisgd.tools.verification.programs.by_paper import ByPaper, arguments_of, averages_gradients, paper_among
+from mpisgd.tools.verification.programs.one_bit_papers import why_no_paper
 from mpisgd.tools.verification.programs.program import CLOSED, ONE_BIT, Program
 
 __all__ = ["codes_between_hosts", "definition_of", "has_codes", "rounds", "why_undefined"]
@@ -28,7 +29,7 @@ def definition_of(program: Program) -> type[ByPaper] | None:
 def why_undefined(program: Program) -> str:
     """Return why a program has no definition by a paper, "" if it has one."""
     if program.optimizers[0].name in ONE_BIT:
-        return "the paper of the optimizer has no programs"
+        return why_no_paper(program)
     layers = [layer for optimizer in program.optimizers for layer in optimizer.layers]
     if len({*layers}) < len(layers):
         return "several optimizers of the same parameters"

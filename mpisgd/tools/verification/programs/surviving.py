@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -27,7 +28,7 @@ from mpisgd.tools.verification.programs.execute import (
     run_events,
 )
 from mpisgd.tools.verification.programs.lost_ranks import Resumption, without_losses
-from mpisgd.tools.verification.programs.program import Program
+from mpisgd.tools.verification.programs.program import ONE_BIT, Program
 from mpisgd.tools.verification.programs.serial_definition import definition_of
 from mpisgd.tools.verification.programs.training import Training
 
@@ -229,5 +230,8 @@ class _ByPaper(ByPaper):
         for run, former in zip(self._runs, before, strict=True):
             # One rank compresses nothing, but has masters.
             if len(left) > 1 or self._is_local or isinstance(run.state, Masters):
-                run.state = carried_over(former.state, run.state, dict(enumerate(places)))
+                begun = run.state
+                run.state = carried_over(former.state, begun, dict(enumerate(places)))
+                if self._program.optimizers[0].name in ONE_BIT:  # its errors are of use among as many ranks
+                    run.state = replace(run.state, wire=begun.wire)
             run.steps = former.steps
