@@ -90,8 +90,14 @@ def why_no_paper(program: Program) -> str:
     layers = [program.layers[layer] for layer in optimizer.layers]
     if len({layer.scaled for layer in layers}) > 1:
         return "the paper has one learning rate"
-    if any(0 in layer.shape for layer in layers) and optimizer.name == "OneBitLamb":
-        return "no elements have no largest quotient"
+    if optimizer.name == "OneBitLamb":
+        if any(0 in layer.shape for layer in layers):
+            return "no elements have no largest quotient"
+        kinds = [type(each) for each in program.events]
+        if events.AddGroup in kinds and events.Step in kinds[: kinds.index(events.AddGroup)]:
+            return "the paper's mean of factors begins with all parameters"
+    if _goes_on_with_means(program):
+        return "steps of Adam leave the mean as each rank's gradient, and what is added to it differs by rank"
     skips = program.loses or any(getattr(each, "skipped", ()) for each in program.events)
     sometimes = {layer.used_by for layer in layers} - {"all", "none"}
     if (
@@ -107,3 +113,19 @@ def why_no_paper(program: Program) -> str:
         if any(isinstance(each, events.Reload | events.Broadcast) for each in program.events):
             return "a state has the mean of the momenta, from which all ranks go on"
     return ""
+
+
+def _goes_on_with_means(program: Program) -> bool:
+    """Return whether gradients of one step are used or added to after it."""
+    is_used = False
+    for event in program.events:
+        match event:
+            case events.Step(closure=data):
+                if is_used and not data:
+                    return True
+                is_used = True
+            case events.Backward() if is_used:
+                return True
+            case events.ZeroGrad() | events.FailedBackward() | events.Reload():
+                is_used = False
+    return False
