@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+
+from measurements import as_markdown
 
 from mpisgd.methods import catalogue
 from mpisgd.methods.cast.cast import Cast
@@ -59,7 +60,7 @@ def generated() -> str:
     for name in (*OPTIONS, *SITUATIONS):
         answers = [each[0].answer(name) for each in found.values()]
         rows.append([ROWS.get(name, f"`{name}`"), *(a.words if a.goes else "no" for a in answers)])
-    return f"{_table(head, rows)}\n{_table(head, _compressions(found))}"
+    return f"{as_markdown(head, rows)}\n{as_markdown(head, _compressions(found))}"
 
 
 def _compressions(found: dict[str, list[GoesWith]]) -> list[list[str]]:
@@ -75,11 +76,6 @@ def _compressions(found: dict[str, list[GoesWith]]) -> list[list[str]]:
             row.append("yes" if all(goes) else "some" if any(goes) else "no")
         rows.append(row)
     return rows
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [head, ["---" for _ in head], *rows]
-    return "".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|\n" for line in lines)
 
 
 def with_tables(text: str) -> str:

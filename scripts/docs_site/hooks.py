@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 import api_pages
-import benchmark_tables
+from measurements import all_measurements, as_markdown
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, and what pages link to outside of docs/."""
     generated = {
         **api_pages.pages(),
-        "benchmarks.md": (ROOT / "docs" / "benchmarks.md").read_text() + benchmark_tables.sections(),
+        "benchmarks.md": (ROOT / "docs" / "benchmarks.md").read_text() + benchmark_sections(),
         "changelog.md": moved("CHANGELOG.md", "changelog.md"),
         "contributing.md": moved("CONTRIBUTING.md", "contributing.md"),
     }
@@ -57,6 +57,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path not in PAGES:
                 _add_source(files, config, path)
     return files
+
+
+def benchmark_sections() -> str:
+    """Every table of benchmarks/ as a section of a page, with its command, machine and picture."""
+    text = ""
+    for path, measured in all_measurements().items():
+        picture = path.with_suffix(".png")
+        shown = f"\n![{measured.title}](../benchmarks/{picture.name})\n" if picture.exists() else ""
+        tables = "\n".join(f"**{t.title}**\n\n{as_markdown(t.columns, t.rows)}" for t in measured.tables)
+        text += (
+            f"### {path.stem}: {measured.title}\n\n{measured.provenance}.\n{shown}\n"
+            f'<details markdown="1"><summary>Table</summary>\n\n{tables}\n</details>\n\n'
+        )
+    return text
 
 
 def moved(path: str, uri: str) -> str:

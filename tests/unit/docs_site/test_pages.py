@@ -8,9 +8,6 @@ from pathlib import Path
 
 import api_pages
 import command_page
-import environment_page
-import error_page
-import paper_sections
 import pytest
 import reference_pages
 from generated_pages import is_generated
@@ -84,10 +81,10 @@ def read(path: str) -> str:
 def test_every_paper_stands_below_a_method():
     folder = ROOT / "mpisgd" / "methods"
     written = {str(path.parent.relative_to(folder)) for path in folder.rglob("paper.py")}
-    assert written == {each for folders in paper_sections.PAPERS.values() for each in folders}
+    assert written == {each for folders in api_pages.PAPERS.values() for each in folders}
     text = "".join(api_pages.pages().values())
     assert all((folder / each / "paper.py").read_text() in text for each in written)
-    assert set(paper_sections.PAPERS) <= set(api_pages.documented_names())
+    assert set(api_pages.PAPERS) <= set(api_pages.documented_names())
 
 
 def test_every_public_name_is_in_the_reference():
@@ -113,13 +110,13 @@ def test_every_variable_of_the_sources_is_in_the_table():
     listed = {variable.name for variable in VARIABLES}
     assert found - INTERNAL <= listed
     assert {name for name in listed if name.startswith("MPISGD_")} <= found
-    page = environment_page.page()
+    page = reference_pages.environment_page()
     assert all(f"`{name}`" in page for name in listed)
 
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_every_error_has_an_anchor_with_causes_and_what_to_do(name):
-    before, section = re.split(rf"^## {name}$", error_page.page(), flags=re.MULTILINE)
+    before, section = re.split(rf"^## {name}$", reference_pages.error_page(), flags=re.MULTILINE)
     assert before.endswith(f'<a id="{errors.anchor(getattr(errors, name))}"></a>\n\n')
     section = section.split("\n## ")[0]
     assert "**Causes.** " in section

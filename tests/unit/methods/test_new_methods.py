@@ -148,7 +148,7 @@ LINES = {
 }
 PROGRAM = """
 import goes_with_tables
-import paper_sections
+import api_pages
 import torch
 from fuzzing import choices
 from fuzzing.draw import draw
@@ -173,8 +173,8 @@ assert strategy_from_text("MeanEvery(every=3)") == mpisgd.MeanEvery(3)
 assert compressor_from_text("Cut(limit=2.0)") == mpisgd.compress.Cut(2.0)
 assert " MeanEvery " in goes_with_tables.generated() and "`Cut`" in goes_with_tables.generated()
 assert "mpisgd.MeanEvery()" in choices.LOCAL and "mpisgd.compress.Cut()" in choices.COMPRESSORS
-assert paper_sections.PAPERS["mpisgd.MeanEvery"] == ("mean_every",)
-assert paper_sections.PAPERS["mpisgd.compress.Cut"] == ("cut",)
+assert api_pages.PAPERS["mpisgd.MeanEvery"] == ("mean_every",)
+assert api_pages.PAPERS["mpisgd.compress.Cut"] == ("cut",)
 assert mpisgd.MeanEvery().goes_with.compression.why_not(mpisgd.compress.Cut())  # it sends nothing by it
 modes = [mode for mode in pairs() if "MeanEvery" in mode.name or "Cut" in mode.name]
 assert {"MeanEvery(), Compression.none", "Synchronous(), compress.Cut()"} <= {mode.name for mode in modes}
