@@ -2,15 +2,12 @@
 
     main.py        the command: runs everything, one job after the other
     catalog.py     the checks: names, properties, how each is run
-    jobs.py        a job under mpirun with a time limit, and what is made of its end
+    jobs.py        a check, tests/gpu or a bench as a job with a time limit, and what is made of its end
     rank.py        the program of each rank of such a job
-    gpu.py         the device: CUDA's, or the simulated one of tests/simulated_gpu
-    finding.py     what a check has found
-    suite.py       tests/gpu as a check
-    benches.py     `bench collectives` and `bench step`
+    gpu.py         the device: CUDA's, or the simulated one of tests/simulated_gpu; what a check has found
     machine.py     versions, driver, GPUs, MPI
     report.py      all of it as text and as JSON
 
-The checks themselves are functions of a `Gpu` that every rank calls, in a file for each thing that they look
-at. One of its own raises no error where mpisgd is wrong: it returns a `Finding` that says so.
+The checks themselves are functions of a `Gpu` that every rank calls, in streams.py, trainings.py and
+endings.py. One of its own raises no error where mpisgd is wrong: it returns a `Finding` that says so.
 """

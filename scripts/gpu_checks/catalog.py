@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpu_checks import (
-    capture,
-    contexts,
-    cpu_and_gpu,
-    futures,
-    lost_rank,
-    memory_reuse,
-    messages,
-    reopening,
-    scaler,
-    step_profile,
-    timeouts,
-)
-from gpu_checks.finding import Finding
-from gpu_checks.gpu import Gpu
+from gpu_checks import endings, streams, trainings
+from gpu_checks.gpu import Finding, Gpu
 
 __all__ = ["CHECKS", "MPI", "NCCL", "Check", "Setting", "planned", "settings"]
 
@@ -66,57 +53,59 @@ CHECKS = {
         Check(
             "future",
             "a future is used on another stream than that of its operation",
-            futures.by_mpisgd,
+            streams.by_mpisgd,
         ),
-        Check("future-backend", 'the same, by the backend "mpisgd"', futures.by_backend),
+        Check("future-backend", 'the same, by the backend "mpisgd"', streams.by_backend),
         Check(
-            "future-nccl", "the same, by torch's own NCCL: a control", futures.by_nccl_of_torch, by=(NCCL,)
+            "future-nccl", "the same, by torch's own NCCL: a control", streams.by_nccl_of_torch, by=(NCCL,)
         ),
-        Check("hook", "the same, by bf16_compress", futures.by_hook),
-        Check("ddp-hook", "DDP with bf16_compress in a side stream", futures.by_ddp_hook),
+        Check("hook", "the same, by bf16_compress", streams.by_hook),
+        Check("ddp-hook", "DDP with bf16_compress in a side stream", streams.by_ddp_hook),
         Check(
             "packed-memory",
             "packed tensors of one stream, unpacked on another, are not overwritten",
-            memory_reuse.of_packed_tensors,
+            streams.of_packed_tensors,
         ),
         Check(
             "horovod-memory",
             "inputs and results of Horovod in side streams are not overwritten",
-            memory_reuse.of_horovod,
+            streams.of_horovod,
             limit_s=180.0,
         ),
         Check(
             "cpu-and-gpu",
             "an embedding on the CPU below layers on a GPU, tiny buckets",
-            cpu_and_gpu.embedding_below_gpu,
+            trainings.embedding_below_gpu,
             limit_s=180.0,
         ),
-        Check("wait-again", "a wait that ends early can be repeated", timeouts.limit_of_a_wait),
+        Check("wait-again", "a wait that ends early can be repeated", endings.limit_of_a_wait),
         Check(
             "group-timeout",
             "a busy GPU past the group's timeout ends no process",
-            timeouts.limit_of_a_group,
+            endings.limit_of_a_group,
         ),
         Check(
             "reopen",
             "after an abort the group goes on; closed groups leave nothing",
-            reopening.abort_and_reopen,
+            endings.abort_and_reopen,
         ),
-        Check("messages", "late messages of several tags that cross", messages.crossing, min_size=2),
-        Check("contexts", "a rank uses its own GPU only", contexts.own_gpu_only, min_size=2, by=(NCCL,)),
-        Check("scaler", "Offload with GradScaler and an overflow on one rank", scaler.overflow_with_offload),
-        Check("graph", "an operation in a CUDA graph", capture.operation_in_a_graph),
+        Check("messages", "late messages of several tags that cross", streams.crossing, min_size=2),
+        Check("contexts", "a rank uses its own GPU only", streams.own_gpu_only, min_size=2, by=(NCCL,)),
+        Check(
+            "scaler", "Offload with GradScaler and an overflow on one rank", trainings.overflow_with_offload
+        ),
+        Check("graph", "an operation in a CUDA graph", trainings.operation_in_a_graph),
         Check(
             "compile",
             "a compiled model, and an operation in a compiled function",
-            capture.compiled_model,
+            trainings.compiled_model,
             limit_s=180.0,
         ),
-        Check("profile", "a step of a model of 1 GiB", step_profile.large_model, limit_s=180.0),
+        Check("profile", "a step of a model of 1 GiB", trainings.large_model, limit_s=180.0),
         Check(
             "lost-rank",
             "survivors of a lost rank get an error, also in .item()",
-            lost_rank.survivors_get_an_error,
+            endings.survivors_get_an_error,
             min_size=2,
             by=(NCCL,),
             ends_a_rank=True,

@@ -13,16 +13,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_checks.benches import BENCHES, run_bench
-from gpu_checks.benches import LIMIT_S as BENCH_LIMIT_S
 from gpu_checks.catalog import CHECKS, Setting, planned, settings
-from gpu_checks.finding import FAILS, LEFT_OUT, Finding
-from gpu_checks.jobs import environment, launch, run_check, tail
+from gpu_checks.gpu import FAILS, LEFT_OUT, Finding
+from gpu_checks.jobs import (
+    BENCH_LIMIT_S,
+    BENCHES,
+    LOG,
+    SUITE_LIMIT_S,
+    environment,
+    launch,
+    run_bench,
+    run_check,
+    run_suite,
+    tail,
+)
 from gpu_checks.machine import commit
 from gpu_checks.rank import FACTS
 from gpu_checks.report import Report, Result
-from gpu_checks.suite import LIMIT_S as SUITE_LIMIT_S
-from gpu_checks.suite import run_suite
 from mpisgd.tools.bench.jobs import mpirun
 
 __all__ = ["main"]
@@ -114,7 +121,7 @@ class Run:
             if finding.verdict == FAILS and left_s < limit_s and time.monotonic() >= self._end:
                 seen = f"cut off by the {self._options.limit:g} s of all (--limit)"
                 finding = Finding(LEFT_OUT, finding.expected, seen)
-            log = tail(folder / "log.txt") if finding.verdict == FAILS else []
+            log = tail(folder / LOG) if finding.verdict == FAILS else []
             self._add(Result(name, what, setting.size, setting.transport, finding, took_s, log))
 
     def _facts(self) -> dict[str, Any]:
@@ -131,7 +138,7 @@ class Run:
             str(folder),
             *self._flags,
         ]
-        problem = launch(command, environment(1), folder / "log.txt", FACTS_LIMIT_S)
+        problem = launch(command, environment(1), folder / LOG, FACTS_LIMIT_S)
         file = folder / "facts.json"
         if file.exists():
             facts = json.loads(file.read_text())
@@ -139,7 +146,7 @@ class Run:
             given = {name: text for name, text in facts["set_before"].items() if os.environ.get(name) == text}
             self.report.facts = {**facts, "set_before": given}
         if problem:
-            log = tail(folder / "log.txt")
+            log = tail(folder / LOG)
             finding = Finding(FAILS, "the job that looks at the machine comes to its end", problem)
             self._add(Result(FACTS, "versions, driver, GPUs, MPI", 1, "-", finding, 0.0, log))
         return self.report.facts

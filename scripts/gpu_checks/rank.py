@@ -17,8 +17,7 @@ import torch
 
 import mpisgd
 from gpu_checks.catalog import CHECKS
-from gpu_checks.finding import FAILS, LEFT_OUT, Finding, LeftOut
-from gpu_checks.gpu import Gpu, end_simulation
+from gpu_checks.gpu import FAILS, LEFT_OUT, Finding, Gpu, LeftOut, end_simulation
 
 __all__ = ["FACTS"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_checks.catalog import MPI, NCCL
-from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding
+from gpu_checks.gpu import FAILS, HOLDS, LEFT_OUT, Finding
 from mpisgd.tools.bench.report.tables import new_table, show, tables_of
 
 __all__ = ["Report", "Result"]

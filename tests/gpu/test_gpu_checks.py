@@ -8,21 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_checks import (
-    capture,
-    contexts,
-    cpu_and_gpu,
-    futures,
-    memory_reuse,
-    messages,
-    reopening,
-    scaler,
-    step_profile,
-    timeouts,
-)
+from gpu_checks import endings, streams, trainings
 from gpu_checks.catalog import CHECKS
-from gpu_checks.finding import FAILS, HOLDS, Finding, LeftOut
-from gpu_checks.gpu import Gpu
+from gpu_checks.gpu import FAILS, HOLDS, Finding, Gpu, LeftOut
 from gpu_under_test import IS_SIMULATED
 from simulated_gpu.nccl import SimulatedWork
 from torch import Tensor
@@ -64,22 +52,22 @@ def verdict(check: Run, gpu: Gpu) -> tuple[str, str]:
 
 # Those of which a fault ends the process are in tests/launch.
 IN_PROCESS = {
-    "future": futures.by_mpisgd,
-    "future-backend": futures.by_backend,
-    "future-nccl": futures.by_nccl_of_torch,
-    "hook": futures.by_hook,
-    "ddp-hook": futures.by_ddp_hook,
-    "packed-memory": memory_reuse.of_packed_tensors,
-    "horovod-memory": memory_reuse.of_horovod,
-    "cpu-and-gpu": cpu_and_gpu.embedding_below_gpu,
-    "wait-again": timeouts.limit_of_a_wait,
-    "reopen": reopening.abort_and_reopen,
-    "messages": messages.crossing,
-    "contexts": contexts.own_gpu_only,
-    "scaler": scaler.overflow_with_offload,
-    "graph": capture.operation_in_a_graph,
-    "compile": capture.compiled_model,
-    "profile": step_profile.large_model,
+    "future": streams.by_mpisgd,
+    "future-backend": streams.by_backend,
+    "future-nccl": streams.by_nccl_of_torch,
+    "hook": streams.by_hook,
+    "ddp-hook": streams.by_ddp_hook,
+    "packed-memory": streams.of_packed_tensors,
+    "horovod-memory": streams.of_horovod,
+    "cpu-and-gpu": trainings.embedding_below_gpu,
+    "wait-again": endings.limit_of_a_wait,
+    "reopen": endings.abort_and_reopen,
+    "messages": streams.crossing,
+    "contexts": streams.own_gpu_only,
+    "scaler": trainings.overflow_with_offload,
+    "graph": trainings.operation_in_a_graph,
+    "compile": trainings.compiled_model,
+    "profile": trainings.large_model,
 }
 
 
@@ -252,7 +240,7 @@ def test_contexts_are_not_looked_for_where_none_can_be_seen(gpu, monkeypatch):
     """The control has left one on GPU 0."""
     monkeypatch.setattr(Gpu, "has_context", lambda self, number: number == self.module.current_device())
     with pytest.raises(LeftOut, match="the control"):
-        contexts.own_gpu_only(gpu)
+        streams.own_gpu_only(gpu)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

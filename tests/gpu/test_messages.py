@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_checks.finding import FAILS, HOLDS
-from gpu_checks.gpu import Gpu
-from gpu_checks.messages import crossing
+from gpu_checks.gpu import FAILS, HOLDS, Gpu
+from gpu_checks.streams import crossing
 from gpu_under_test import DEVICE, IS_SIMULATED, gpu
 from simulated_gpu.nccl import SimulatedNccl
 from simulated_gpu.runtime import SimulatedGpu

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpu_checks import jobs
 from gpu_checks.catalog import CHECKS, NCCL, Setting
-from gpu_checks.finding import FAILS
+from gpu_checks.gpu import FAILS
 from launcher import python
 from simulated_gpu.guard import has_compiler
 

@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from gpu_checks import benches, main, suite
-from gpu_checks.benches import BENCHES
+from gpu_checks import jobs, main
 from gpu_checks.catalog import CHECKS, MPI, NCCL, Setting, planned, settings
-from gpu_checks.finding import FAILS, HOLDS, LEFT_OUT, Finding, joined
-from gpu_checks.jobs import launch, tail
+from gpu_checks.gpu import FAILS, HOLDS, LEFT_OUT, Finding, joined
+from gpu_checks.jobs import BENCHES, launch, tail
 from gpu_checks.machine import without_builder
 from gpu_checks.main import NAMES, SUITE, Run, parse, without_output
 from gpu_checks.report import Report, Result
@@ -129,19 +128,17 @@ def test_tests_hold_where_they_pass_on_all_ranks(tmp_path, monkeypatch, outcomes
             (folder / f"rank-{rank}.xml").write_text(text)
         return problem
 
-    monkeypatch.setattr(suite, "launch", ended)
-    finding, _ = suite.run_suite(Setting(2, NCCL), folder, 10.0)
+    monkeypatch.setattr(jobs, "launch", ended)
+    finding, _ = jobs.run_suite(Setting(2, NCCL), folder, 10.0)
     assert (finding.verdict, finding.seen) == (verdict, seen)
 
 
 @pytest.mark.parametrize("problem", ["", "exit code 1"])
 def test_a_bench_without_a_record_fails(tmp_path, monkeypatch, problem):
-    monkeypatch.setattr(benches, "launch", lambda *arguments: problem)
+    monkeypatch.setattr(jobs, "launch", lambda *arguments: problem)
     for bench in BENCHES.values():
         folder = tmp_path / bench.options[0]
-        finding, _, record = benches.run_bench(
-            bench, Setting(1, NCCL), folder, 10.0, simulated=True, quick=True
-        )
+        finding, _, record = jobs.run_bench(bench, Setting(1, NCCL), folder, 10.0, simulated=True, quick=True)
         assert (finding.verdict, finding.seen, record) == (FAILS, problem or "no record", None)
 
 
