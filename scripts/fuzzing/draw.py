@@ -29,14 +29,16 @@ from fuzzing.choices import (
 )
 from fuzzing.draw_changes import (
     by_chunks,
+    in_files,
     started_apart,
     with_a_quorum,
     with_changes,
+    with_closures,
+    with_codes,
+    with_masters,
     with_pauses,
     with_uneven_data,
 )
-from fuzzing.draw_closures import with_closures
-from fuzzing.draw_sharded import in_files, with_codes, with_masters
 from mpisgd.tools.verification.programs.contract import violation
 from mpisgd.tools.verification.programs.events import (
     AddGroup,

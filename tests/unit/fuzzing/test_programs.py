@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzzing import draw_changes, draw_sharded
+from fuzzing import draw_changes
 from fuzzing.draw import draw
 from fuzzing.shrink import shrink
 
@@ -244,7 +244,7 @@ def test_what_is_asked_of_sharded_is_drawn_and_other_programs_are_what_they_were
     asked = [p for p in drawn if asks in repr(p) and p.optimizers[0].name != "Extragradient"]  # see below
     assert len(asked) > 20
     assert sum(map(has_reference, asked)) > len(asked) / 2
-    monkeypatch.setattr(draw_sharded, module_share, -1.0)
+    monkeypatch.setattr(draw_changes, module_share, -1.0)
     before = [draw(seed) for seed in range(1000)]
     assert [now for now, then in zip(drawn, before, strict=True) if now != then] == asked
 

@@ -17,8 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from fuzzing.schedule import WORLD, Schedule, draw  # noqa: E402
-from fuzzing.schedule_shrink import python_text, shrink  # noqa: E402
-from fuzzing.schedules import check  # noqa: E402
+from fuzzing.schedules import check, python_text, shrink  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*failed and nobody waited:RuntimeWarning")
 
