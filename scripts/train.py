@@ -13,8 +13,6 @@ batch system (SIGTERM): `python -m mpisgd run -n 8 --restarts 3 scripts/train.py
 --resume`. Only rank 0 touches files, so they need to be on its host alone.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -20,8 +20,6 @@ divided at (3) is in parallelize.py; forward and backward are in training_pass.p
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -8,8 +8,6 @@ of the same bytes. `Preemption.agreed()` is part of every step; `State.commit()`
 the loss of a rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

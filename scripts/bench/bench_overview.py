@@ -7,8 +7,6 @@ Two ranks train digits on one host, on two emulated hosts with a link of 1 Gbit/
 all cores has no link. Horovod is left out where it cannot be imported.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -4,8 +4,6 @@ Every library trains the same network from the same weights on the same batches 
 speed of its defaults. The clock stands still while rank 0 evaluates the model after an epoch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@
 Curves over the course of a training are in no table: of strategies the ends are drawn.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ seen in the diff of the commit that makes it. Signatures are as the source has t
 version of Python and torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -8,8 +8,6 @@
 fault that was shown.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ A line of LINES has the parts of a row, between tabs: the case, Python, torch, t
 earlier one; the rows of an earlier version of mpisgd go into a table of their own.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

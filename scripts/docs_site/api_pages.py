@@ -4,8 +4,6 @@ The names are those of `mpisgd.__all__`, by the folder that defines them, and of
 name of a folder without a page is an error: so no public name is left out.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

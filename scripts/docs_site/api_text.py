@@ -4,8 +4,6 @@ The site has the same names on the same pages, shown by mkdocstrings (`api_pages
 the sources, so that neither the version of Python nor what is installed changes it.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

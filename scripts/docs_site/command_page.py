@@ -1,7 +1,5 @@
 """The reference of commands, from the Typer applications: their help, arguments and options."""
 
-from __future__ import annotations
-
 import enum
 import inspect
 import sys

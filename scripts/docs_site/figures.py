@@ -14,8 +14,6 @@ A page takes a table from a file of benchmarks/, or some of its columns and rows
 Whatever else looks measured (`quantities.py`) fails, unless `not_measured.toml` says what it is instead.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Which pages of docs/ are written by `reference_pages.py`, and not by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 __all__ = ["is_generated", "noted"]

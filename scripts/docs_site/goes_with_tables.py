@@ -3,8 +3,6 @@
 python scripts/docs_site/goes_with_tables.py --write    # renew them; a test compares
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

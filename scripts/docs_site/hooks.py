@@ -6,8 +6,6 @@ other files of the repository by relative paths, as on a code host; on the site 
 file's text, or copies of pictures.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from pathlib import Path

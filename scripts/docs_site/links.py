@@ -4,8 +4,6 @@ MkDocs checks the links between pages as they are written; this also checks pict
 raw HTML have made. Addresses of other servers are counted, not visited.
 """
 
-from __future__ import annotations
-
 import sys
 from html.parser import HTMLParser
 from pathlib import Path

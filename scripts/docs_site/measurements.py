@@ -16,8 +16,6 @@
 `scripts/bench/record_table.py` makes them of the records that commands write with `--json`.
 """
 
-from __future__ import annotations
-
 import datetime
 import re
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@
 It needs Chromium (`apt-get install chromium`), and Pillow, which matplotlib brings.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -5,8 +5,6 @@ words. Not looked at: code (but a quoted number is no code), links, comments, ta
 benchmarks/, and versions of known programs.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re

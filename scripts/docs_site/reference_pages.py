@@ -3,8 +3,6 @@
 python scripts/docs_site/reference_pages.py --write    # renew them; a test compares
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys

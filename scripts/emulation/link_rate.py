@@ -8,8 +8,6 @@ without mpisgd: messages of 1 MiB of which several are under way, and for the la
 What counts is payload, so a link of 1 Gbit/s shows some 950 Mbit/s: TCP's headers take the rest.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -19,8 +19,6 @@ mount and temporary file along. So there are no names to choose and no leftovers
 clusters can run side by side, and where users may have namespaces of their own no root is needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

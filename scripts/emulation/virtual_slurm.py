@@ -12,8 +12,6 @@ on a host `login`, which is no node:
 As there, the kernel cleans up: all daemons and jobs end with the command.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

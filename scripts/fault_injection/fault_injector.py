@@ -3,8 +3,6 @@
 It is forked before MPI and torch are loaded, and ends when the rank does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Start a job with faults, and end it where it hangs, whatever its state."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The kinds of faults: how a run is started, which faults are injected, and what must result."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import shutil

@@ -4,8 +4,6 @@ A fault is planned for a moment of a step, not for a time, so it hits its target
 reaches that moment it notifies its injector, a separate process, which waits for `delay_s` and acts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

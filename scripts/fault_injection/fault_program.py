@@ -8,8 +8,6 @@ loss curve up to rounding: with any faults, the loss of step s must equal that o
 It writes its event log into FOLDER, which `fault_verdict` reads.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

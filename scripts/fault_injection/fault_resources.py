@@ -1,7 +1,5 @@
 """The resources of a process, which must not grow with the number of lost ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Inject faults into training runs and count the results: the program behind `./scripts/faults`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

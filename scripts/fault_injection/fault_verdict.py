@@ -1,7 +1,5 @@
 """The verdict on a run with faults, from the event logs of its ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What a program is drawn from: shapes, optimizers, and the examples of strategies and compressors."""
 
-from __future__ import annotations
-
 import mpisgd
 from mpisgd.methods import catalogue
 from mpisgd.methods.catalogue import text_of

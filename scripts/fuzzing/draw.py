@@ -3,8 +3,6 @@
 Most of what is drawn is allowed; what mpisgd refuses is counted, and what `contract` forbids is drawn again.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 They are drawn apart: the rest of a seed's program stays what it was before there were these.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import tempfile

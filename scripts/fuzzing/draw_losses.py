@@ -1,7 +1,5 @@
 """`with_losses`: a program with commits in it, and a loss of a rank or of a host, or two."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -4,8 +4,6 @@
 ./scripts/fuzz --only 731 --ranks 3
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """A schedule as data: what ranks do, in which order they run, which of them are lost; and how it is drawn."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

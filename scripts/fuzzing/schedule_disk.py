@@ -5,8 +5,6 @@ save has failed, or has not ended yet. What is loaded must be one of these, whol
 must be there.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

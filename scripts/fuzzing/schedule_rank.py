@@ -1,7 +1,5 @@
 """One rank's part of a schedule: it does the acts in their order, and looks at what comes out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

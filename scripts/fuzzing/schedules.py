@@ -8,8 +8,6 @@ left over. Ranks are threads of this process (`mpisgd.job.threads_as_ranks`). A 
 to fewer acts, ranks and draws, and printed as a program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io
@@ -237,7 +235,7 @@ class LeftOver(NamedTuple):
     mappings: int
 
     @classmethod
-    def now(cls) -> LeftOver:
+    def now(cls) -> "LeftOver":
         """Return what there is now."""
         for _ in range(COLLECTIONS):
             gc.collect()

@@ -1,7 +1,5 @@
 """`shrink`: the smallest program that fails in the same way, by taking parts away as long as it does."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

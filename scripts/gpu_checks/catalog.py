@@ -1,7 +1,5 @@
 """The checks: what each shows, and on how many ranks and by what transport it is run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Waits that end early, operations that are aborted, ranks that are lost: what is left, and what goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """What a check works with: the device, CUDA's or the simulated one, and what it has found there."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -53,7 +51,7 @@ class Finding:
     figures: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, holds: bool, expected: str, seen: str, **figures: float) -> Finding:
+    def of(cls, holds: bool, expected: str, seen: str, **figures: float) -> "Finding":
         """The finding of a check that could be done."""
         return cls(HOLDS if holds else FAILS, expected, seen, figures)
 

@@ -3,8 +3,6 @@
 A check, tests/gpu, or `bench collectives` and `bench step` beside torch's NCCL in the same run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

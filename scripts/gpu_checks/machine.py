@@ -1,7 +1,5 @@
 """What machine this is: versions, driver, GPUs, MPI. It goes into an issue: no names of hosts or folders."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil

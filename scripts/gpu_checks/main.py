@@ -1,7 +1,5 @@
 """Run all checks on the GPUs of this machine, one job after the other: what `./scripts/gpu_check` does."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -3,8 +3,6 @@
 mpirun -n 2 python -m gpu_checks.rank CHECK FOLDER [--simulated] [--quick]
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

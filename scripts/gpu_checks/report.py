@@ -1,7 +1,5 @@
 """The report: all findings as text and as JSON, to be pasted into an issue."""
 
-from __future__ import annotations
-
 import io
 import json
 import textwrap

@@ -1,7 +1,5 @@
 """`python -m mpisgd` on the simulated GPU in the place of CUDA: `python -m gpu_checks.simulated_command`."""
 
-from __future__ import annotations
-
 from gpu_checks.gpu import Gpu, end_simulation
 from mpisgd.tools.cli.main import main
 

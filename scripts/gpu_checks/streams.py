@@ -4,8 +4,6 @@ Beside each check stands a control, which shows that the other stream was late, 
 out again: without that the check shows nothing, and is left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import threading

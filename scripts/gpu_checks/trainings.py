@@ -4,8 +4,6 @@ What CUDA graphs and torch.compile do not refuse by an error of mpisgd must be r
 the optimizer's state in host memory, what overflows on one rank is skipped by all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

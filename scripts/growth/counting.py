@@ -5,8 +5,6 @@ is counted in instructions of its bytecode, of some ranks only, without those of
 what a rank computes beside waiting, and the same in every run.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -39,7 +37,7 @@ class Count(NamedTuple):
     call_bytes: int
     instructions: int = 0
 
-    def since(self, before: Count) -> Count:
+    def since(self, before: "Count") -> "Count":
         """Return what was done since, with the partners as they are."""
         less = [mine - theirs for mine, theirs in zip(self, before, strict=True)]
         return Count(*less)._replace(partners=self.partners)

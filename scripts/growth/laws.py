@@ -1,7 +1,5 @@
 """By which law a count grows with hosts and ranks: the slowest one that nothing counted exceeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

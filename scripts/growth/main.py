@@ -6,8 +6,6 @@
 Nothing of it depends on the machine, but for how long it takes.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """What is counted: operations, groups, checkpoints, steps of methods, by name; each is done by all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts of what ranks do, on hosts of different numbers."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tracemalloc

@@ -3,8 +3,6 @@
 None of it is a step of a method that is predicted.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

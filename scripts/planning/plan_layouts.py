@@ -1,7 +1,5 @@
 """Trainings of a GPT in layouts, for `validate_plan.py`: what `train_text.py` does, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

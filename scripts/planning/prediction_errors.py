@@ -1,7 +1,5 @@
 """Predictions beside what was measured: how far they are off, as tables and a picture."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

@@ -13,8 +13,6 @@ keeps inputs and times; `report` predicts from the inputs, with the code as it i
 prediction is from a step of the method that is predicted.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

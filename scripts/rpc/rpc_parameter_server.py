@@ -10,8 +10,6 @@ A push is answered when all workers have pushed and the step is done, so this is
 of workers gives the same losses. While it waits a push occupies no thread of the server (`async_execution`).
 """
 
-from __future__ import annotations
-
 import threading
 
 import torch

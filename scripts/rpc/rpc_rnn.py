@@ -9,8 +9,6 @@ Rank 0 has the loop. The network learns to continue this file, character by char
 back over both ranks, and on each rank an optimizer takes a step with the parameters that are there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

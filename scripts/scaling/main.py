@@ -5,8 +5,6 @@ python scripts/bench/record_table.py runs/scale.json benchmarks/scale.md --title
 ./scripts/scale --short
 """
 
-from __future__ import annotations
-
 import json
 import math
 import queue

@@ -8,8 +8,6 @@ BEGAN is the time at which the launcher was started, in seconds since 1970; all 
 they are one machine. Times of operations are the slowest rank's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 mpirun -n 2 python scripts/security/stranger_jobs.py FOLDER FIRST STARTS KIND:STRANGER...
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

@@ -6,8 +6,6 @@ they begin to leave. Of each phase the strangers are `ready`, the job says that 
 ports are open by then; at the end the job does not wait for them.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable

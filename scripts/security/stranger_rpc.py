@@ -6,8 +6,6 @@ It has an agent of its own ready, whose table of addresses is one that it fills 
 leaves a file in FOLDER if it is done: `pickled` by a pickled call, `operator` by one of torch's operators.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ own) watch for ports from before they open, and speak the protocols of torch's R
 open, while the job runs and while it ends. A start that fails, which strangers can bring about, is counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -3,8 +3,6 @@
 python scripts/security/stranger_store.py FOLDER NAME STARTS
 """
 
-from __future__ import annotations
-
 import multiprocessing.popen_fork  # now: another user may not be able to read it
 import sys
 from datetime import timedelta

@@ -3,8 +3,6 @@
 python scripts/security/stranger_top.py FOLDER NAME STARTS
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -9,8 +9,6 @@ the second half, open files, threads, mapped shared memory and groups must not g
 more than `SLACK_BYTES`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -8,8 +8,6 @@ python program.py objects COUNT      of several sizes, gathered by all ranks
 Each sample has the most that any rank holds of each quantity.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

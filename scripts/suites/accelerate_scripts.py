@@ -5,8 +5,6 @@
 `accelerate launch` starts them as programs; here they are the main program of a rank, after `use_mpi()`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import runpy

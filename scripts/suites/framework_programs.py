@@ -6,8 +6,6 @@ Each trains on data that it makes itself, and checks what only working communica
 all ranks, the metrics of the joined data, or the training of one process.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -6,8 +6,6 @@ The arguments are those of in_job.py. The folder is a checkout, or a source dist
 tests. Examples are in a checkout only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -6,8 +6,6 @@ not by MPI: what is tested must not be what the test relies on. A test that fail
 since it may have left the ranks apart; the remaining ones run in the next job.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

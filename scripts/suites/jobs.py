@@ -1,7 +1,5 @@
 """Run the tests of a suite in as few MPI jobs as will do, and join what their ranks have written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

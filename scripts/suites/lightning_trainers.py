@@ -6,8 +6,6 @@ Lightning's own tests are in no distribution. These runs take what its documenta
 devices to use, and check steps, metrics and that all ranks end with the same weights.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Where the suites of others run: `.venv-suites`, and the settings of their jobs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -10,8 +10,6 @@ versions of scripts/suites/suites.toml. That file also gives the reason for each
 exit code is 1 if another one fails, or if one of these passes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

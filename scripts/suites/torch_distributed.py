@@ -7,8 +7,6 @@ loaded twice, as for gloo and as for MPI, and a test is taken from the one that 
 claims what either of them can. The process group of each test is made with the name "mpisgd".
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -4,8 +4,6 @@ What asks for a GPU gives a CPU: `.cuda()`, `.to(rank)`, `device=rank`, DDP's `d
 runs on CPUs anyway is among them.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -14,8 +14,6 @@ It is not a start of Python: what a test says about imports, memory, the end, or
 needs one. So does what hash seeds could hide, which are the same on all ranks here.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

@@ -1,7 +1,5 @@
 """`preloaded_python`: a `python` whose programs are forked from a process that has imported torch."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shlex

@@ -4,8 +4,6 @@ A limit on the whole time fails on a slow machine, or has to be so long that a h
 process hangs when it, and whatever it has started, has written nothing for a while.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

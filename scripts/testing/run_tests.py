@@ -5,8 +5,6 @@ read. So each rank writes a log and a JUnit file; a stage that passes is one lin
 shows the logs that say something new. A test counts as failed when it failed on any rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import os

@@ -1,7 +1,5 @@
 """What the test suite consists of: `plan` lists its stages, each one run of pytest on so many ranks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

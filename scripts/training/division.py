@@ -7,8 +7,6 @@
 --layout, --mesh                  tensors by the names of their dimensions              text_dimensions.py
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path

@@ -11,8 +11,6 @@ to 1; labels are integers from 0. A file that is damaged or does not fit is refu
 names the file and says what is wrong with it.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import math

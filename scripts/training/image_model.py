@@ -1,7 +1,5 @@
 """The classifiers that `train.py` trains, and their optimizers, as one process would have them."""
 
-from __future__ import annotations
-
 import math
 from enum import Enum
 

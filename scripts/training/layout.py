@@ -14,8 +14,6 @@ ranks, dp=2,tp=2,pp=2:
     dp 1     2     3             6     7
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

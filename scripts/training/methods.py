@@ -7,8 +7,6 @@ docs/concepts/strategies.md says which one when. Without either option all ranks
 in every step.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any

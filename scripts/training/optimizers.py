@@ -7,8 +7,6 @@
 docs/how-to/muon.md has both. They are for whole models on all ranks.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Annotated
 

@@ -4,8 +4,6 @@ The order matters: first the layers of this stage are selected, then each layer 
 parallel ranks, then the rest is replicated or sharded over the data-parallel ranks.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn

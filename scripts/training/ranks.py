@@ -1,7 +1,5 @@
 """What the training programs do with ranks beside training: files, which one of them touches, and means."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar

@@ -3,8 +3,6 @@
 Nothing here knows of ranks; the programs call it on rank 0.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -164,7 +162,7 @@ def is_watched() -> bool:
         return False
 
 
-def progress_bar() -> Progress:
+def progress_bar() -> "Progress":
     """A bar that stays below the lines printed meanwhile and goes away at the end."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -192,7 +190,7 @@ class Terminal:
         if self.bar:
             self.steps = self.bar.add_task("training", completed=completed, total=total)
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> "Terminal":
         if self.bar:
             self.bar.start()
         return self

@@ -7,8 +7,6 @@
 A step's sequences depend only on the seed and the step's number, not on the number of ranks or on a resume.
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,8 +7,6 @@ The names below are all that `mpisgd.layout` must know of the model. A rule name
     model     the residual stream   vocab     the 256 bytes
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

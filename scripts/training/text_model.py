@@ -6,8 +6,6 @@ pipeline has only some of the parts), attention reads its number of heads off wh
 context parallelism they are some of a sequence's).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

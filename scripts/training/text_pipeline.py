@@ -6,8 +6,6 @@
 Where steps overlap, a checkpoint holds the weights of a pipeline that has been emptied before.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from enum import Enum

@@ -11,8 +11,6 @@ method on as many ranks goes on from what each rank has of its own, as if nothin
 All ranks write, so the folder must be on a file system that all hosts share.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

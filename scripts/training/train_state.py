@@ -1,7 +1,5 @@
 """Checkpoints of `train.py`: written in the background, loadable at any step and number of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ Both accumulate the gradients of the mean loss of the micro-batches and return t
 of mpisgd's own divided models are in text_pipeline.py and text_dimensions.py.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

@@ -6,8 +6,6 @@ Each rank computes the gradient of its share of the batch. The mean of these is 
 batch, so all ranks take the same step and their models stay equal.
 """
 
-from __future__ import annotations
-
 import torch
 from digits import batches, network
 

@@ -8,8 +8,6 @@ gather           each one's tensor, to one rank          reduce_scatter   a part
 all_gather       each one's tensor, to all               all_to_all       from each a part, to each
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 mpirun -n 2 python scripts/tutorial/data_parallel.py
 """
 
-from __future__ import annotations
-
 import torch
 from digits import batches, network
 

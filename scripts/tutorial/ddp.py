@@ -3,8 +3,6 @@
 mpirun -n 2 python scripts/tutorial/ddp.py
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from digits import batches, network

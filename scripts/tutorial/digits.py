@@ -1,7 +1,5 @@
 """What the programs of this folder train: a small network that tells handwritten digits apart."""
 
-from __future__ import annotations
-
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn

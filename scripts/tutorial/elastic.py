@@ -6,8 +6,6 @@ The others go back to the last commit, divide the data again and continue as two
 ranks, none is lost.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

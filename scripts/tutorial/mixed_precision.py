@@ -6,8 +6,6 @@ bfloat16 has the range of float32, so the loss needs no scaling. With float16, a
 gradients would become zero: there `torch.amp.GradScaler` scales the loss, as on one process.
 """
 
-from __future__ import annotations
-
 import torch
 from digits import batches, network
 

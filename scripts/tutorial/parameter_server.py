@@ -7,8 +7,6 @@ be three steps ahead of the slowest, `async` any number. scripts/rpc/rpc_paramet
 RPC, written out.
 """
 
-from __future__ import annotations
-
 import torch
 from digits import batches, network
 

@@ -6,8 +6,6 @@ rank 0   forward 1  forward 2  forward 3 ...              backward 1  backward 2
 rank 1              forward 1  backward 1  forward 2  backward 2 ...
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from digits import batches, network

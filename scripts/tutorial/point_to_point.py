@@ -6,8 +6,6 @@ Every rank sends to the next one, around a ring. If all of them began with a blo
 for each other for ever: so all but rank 0 receive first, or nobody blocks.
 """
 
-from __future__ import annotations
-
 import torch
 
 import mpisgd

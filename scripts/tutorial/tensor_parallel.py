@@ -6,8 +6,6 @@ All ranks see the whole batch. Between the two layers of a pair nothing is sent;
 add up their parts.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from digits import batches, network

@@ -7,8 +7,6 @@ Stage 1 divides the optimizer's state (`ZeroRedundancyOptimizer`), stage 3 param
 (`fully_shard`, each layer gathered when it is needed). The losses are those of ddp.py.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch
