@@ -8,9 +8,7 @@ of the same bytes. `Preemption.agreed()` is part of every step; `State.commit()`
 the loss of a rank.
 """
 
-import json
 import os
-import statistics
 import tempfile
 import time
 from collections import defaultdict
@@ -20,14 +18,12 @@ from typing import Annotated
 
 import torch
 import typer
+from timed_record import JsonFile, tell
 
 import mpisgd
 from mpisgd import checkpoint, elastic
-from mpisgd.tools.bench.report import tables
-from mpisgd.tools.bench.report.rows import timed_rows
 from mpisgd.tools.bench.training import StepTask, Training
 from mpisgd.tools.cli.program import run_program
-from mpisgd.tools.cli.provenance import provenance
 
 TEMPORARY = Path(tempfile.gettempdir())
 
@@ -125,9 +121,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 10,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a round without a checkpoint.")] = 5,
     batch: Annotated[int, typer.Option(min=1, help="Batch size of a rank.")] = 64,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", readable=False, help="file for the result")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare saving with training."""
     mpisgd.init()
@@ -135,19 +129,7 @@ def main(
     times, num_bytes = measure(Trained(batch), Path(mpisgd.broadcast_object(own and own.name)), rounds, steps)
     if own is not None:
         own.cleanup()
-        what = f"mlp with momentum, {num_bytes / 1e6:.0f} MB"
-        rows = timed_rows({"model": what}, times, {"step": statistics.median(times["step"])})
-        title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
-        tables.show([tables.timed_table(title, "model", rows, "ratio_to_step", "x step")], [])
-        if json_file is not None:
-            record = {
-                "kind": "checkpoint",
-                **provenance(),
-                "title": title,
-                "size": mpisgd.size(),
-                "rows": rows,
-            }
-            json_file.write_text(json.dumps(record, indent=2) + "\n")
+    tell("checkpoint", f"mlp with momentum, {num_bytes / 1e6:.0f} MB", times, "step", json_file)
 
 
 if __name__ == "__main__":

@@ -6,26 +6,20 @@ All train on the same joined batch; with DataParallel, rank 0 has it, and the op
 `python -m mpisgd bench` does: interleaved, every result checked first; read the ratios.
 """
 
-import json
-import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+from timed_record import JsonFile, tell
 from torch import nn
 
 import mpisgd
 from mpisgd.nn import DataParallel, DataParallelCriterion
 from mpisgd.tools.bench.cases import BATCHES
 from mpisgd.tools.bench.measure import Pace, Timed, measure
-from mpisgd.tools.bench.report import tables
-from mpisgd.tools.bench.report.rows import timed_rows
 from mpisgd.tools.bench.torch_parallel import group_on_mpisgd, torch_step
 from mpisgd.tools.bench.training import MODELS, StepTask, Training
 from mpisgd.tools.cli.program import run_program
-from mpisgd.tools.cli.provenance import provenance
 
 app = typer.Typer(add_completion=False)
 
@@ -75,9 +69,7 @@ def main(
     batch: Annotated[int | None, typer.Option(min=1, help="examples of a rank")] = None,
     small: Annotated[bool, typer.Option(help="a miniature of the model")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="measured rounds")] = 15,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", readable=False, help="file for the result")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure training steps with the batch on one rank against steps with its share on each."""
     mpisgd.init()
@@ -87,13 +79,7 @@ def main(
     with group_on_mpisgd(True):
         seconds = measure(variants(task), Pace(repeats, repeats, 0.0, turn_s=0.5, max_calls=10)).seconds
     what = f"{model}, batch {task.batch} x {task.size}"
-    rows = timed_rows({"model": what}, seconds, {"ddp": statistics.median(seconds[DDP])})
-    if mpisgd.rank() == 0:
-        title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
-        tables.show([tables.timed_table(title, "model", rows, "ratio_to_ddp", "x DDP")], [])
-        if json_file is not None:
-            record = {"kind": "data_parallel", **provenance(), "title": title, "rows": rows}
-            json_file.write_text(json.dumps(record, indent=2) + "\n")
+    tell("data_parallel", what, seconds, DDP, json_file)
 
 
 if __name__ == "__main__":

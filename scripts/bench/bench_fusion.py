@@ -6,21 +6,16 @@ Only the averaging is timed; `python -m mpisgd bench step --models deep` times w
 gradients. Measured as that does: interleaved, every result checked first; read the ratios.
 """
 
-import json
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from timed_record import JsonFile, tell
 
 import mpisgd
 from mpisgd.tools.bench.measure import Pace, Subject, Timed, WrongResult, measure
-from mpisgd.tools.bench.report import tables
-from mpisgd.tools.bench.report.rows import timed_rows
 from mpisgd.tools.cli.program import run_program
-from mpisgd.tools.cli.provenance import provenance
 
 app = typer.Typer(add_completion=False)
 
@@ -95,9 +90,7 @@ def main(
     tensors: Annotated[int, typer.Option(min=1, help="number of gradients")] = 604,
     width: Annotated[int, typer.Option(min=1, help="size of the matrices")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="measured rounds")] = 30,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", readable=False, help="file for the result")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure fused against unfused averaging of many small gradients."""
     mpisgd.init()
@@ -106,13 +99,7 @@ def main(
     seconds = measure(variants(gradients), Pace(repeats, repeats, 0.0, turn_s=0.0, max_calls=1)).seconds
     nbytes = sum(value.nbytes for value in gradients.values)
     what = f"{tensors} gradients, {nbytes / 2**20:.1f} MiB"
-    rows = timed_rows({"gradients": what}, seconds, {"fused": statistics.median(seconds[FUSED])})
-    if mpisgd.rank() == 0:
-        title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
-        tables.show([tables.timed_table(title, "gradients", rows, "ratio_to_fused", "x fused")], [])
-        if json_file is not None:
-            record = {"kind": "fusion", **provenance(), "title": title, "size": mpisgd.size(), "rows": rows}
-            json_file.write_text(json.dumps(record, indent=2) + "\n")
+    tell("fusion", what, seconds, FUSED, json_file)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ whole matrices first, which is faster; over mpisgd's backend, and on gloo. Measu
 interleaved, every result checked first; read the ratios.
 """
 
-import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from timed_record import JsonFile, tell
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -27,11 +26,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz as orthogonal
 import mpisgd
 from mpisgd.sharding.update_work import matrix_work
 from mpisgd.tools.bench.measure import Pace, Timed, WrongResult, measure
-from mpisgd.tools.bench.report import tables
-from mpisgd.tools.bench.report.rows import timed_rows
 from mpisgd.tools.bench.torch_parallel import group_on_mpisgd
 from mpisgd.tools.cli.program import run_program
-from mpisgd.tools.cli.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from training.text_model import VOCABULARY, ModelSize, build_model, mean_loss
@@ -167,9 +163,7 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="bytes of a sequence")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="sequences of a rank")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="measured rounds")] = 15,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", readable=False, help="file for the result")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure training steps by Muon, with the work divided and with the work repeated."""
     mpisgd.init()
@@ -200,15 +194,10 @@ def main(
     seconds = measured.seconds
     if FSDP2 not in seconds:
         raise mpisgd.JobError(f"{FSDP2}: {measured.left_out[FSDP2]}", exit_code=1)
-    rows = timed_rows({"model": what}, seconds, {"fsdp2": statistics.median(seconds[FSDP2])})
+    tell("muon", what, seconds, FSDP2, json_file, shares=shares)
     if mpisgd.rank() == 0:
-        title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
-        tables.show([tables.timed_table(title, "model", rows, "ratio_to_fsdp2", "x FSDP2")], [])
         for name, share in shares.items():
             print(f"{name}: the most that a rank orthogonalizes is {share:.2f} x an even share")
-        if json_file is not None:
-            record = {"kind": "muon", **provenance(), "title": title, "rows": rows, "shares": shares}
-            json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def largest_share(step: Step) -> float:

@@ -135,15 +135,11 @@ def main(
     if here is not None:
         measure_here(here)
         return
-    from rich.console import Console
-    from rich.table import Table
-
     from mpisgd.errors import JobError
     from mpisgd.tools.bench.jobs import job_environment, mpirun
-    from mpisgd.tools.cli.provenance import provenance
     from mpisgd.tools.cli.record import Output
 
-    Output(to)  # raises now rather than after minutes
+    output = Output(to)  # raises now rather than after minutes
     rows = []
     for number in ranks or (2, 4, 8, 16):
         with tempfile.TemporaryDirectory(prefix="mpisgd-small-", dir="/dev/shm") as folder:
@@ -156,14 +152,8 @@ def main(
             if done.returncode:
                 raise JobError(f"{number} ranks: exit code {done.returncode}")
         rows += rows_of(number, json.loads(done.stdout.splitlines()[-1]))
-    table = Table(*COLUMNS)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if to is not None:
-        notes = ["the least in Python checks nothing, and waits for ever for a rank that does not come"]
-        record = {"kind": "growth", **provenance(), "notes": notes, "columns": COLUMNS, "cells": rows}
-        to.write_text(json.dumps(record, indent=1) + "\n")
+    notes = ["the least in Python checks nothing, and waits for ever for a rank that does not come"]
+    output.put_cells(COLUMNS, rows, notes)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table as RichTable
+from timed_record import COMPARISONS
 
 from mpisgd.tools.bench.report.tables import tables_of, timed_table
 from mpisgd.tools.cli.program import run_program
@@ -28,13 +29,6 @@ from measurements import Measurement, Table
 app = typer.Typer(add_completion=False)
 
 OUTPUTS = re.compile(r" --(?:html|json|plot|table)[ =]\S+")
-# Of scripts of this folder: the section of their table, and what it compares with.
-OWN = {
-    "data_parallel": ("model", "ratio_to_ddp", "x DDP"),
-    "checkpoint": ("model", "ratio_to_step", "x step"),
-    "fusion": ("gradients", "ratio_to_fused", "x fused"),
-    "muon": ("model", "ratio_to_fsdp2", "x FSDP2"),
-}
 
 
 def plain(table: RichTable) -> Table:
@@ -83,8 +77,8 @@ def tables(record: dict[str, Any]) -> list[Table]:
         return [plain(matrix_table(matrix_cells(record)))]
     if kind == "overview":
         return overview(record)
-    if kind in OWN:
-        section, field, heading = OWN[kind]
+    if kind in COMPARISONS:
+        section, field, heading = COMPARISONS[kind]
         return [plain(timed_table(kind, section, record["rows"], field, heading))]
     return [plain(table) for table in tables_of(kind, record["rows"])]
 

@@ -16,16 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from growth.runs import Shape
-from rich.console import Console
-from rich.table import Table
 
 from mpisgd.errors import JobError
 from mpisgd.tools.cli.program import run_program
-from mpisgd.tools.cli.provenance import provenance
 from mpisgd.tools.cli.record import Output
 from scaling.program import IS_LATE, REPORT, STALL_WARNING_S
 
@@ -219,7 +216,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="a file for the picture")] = None,
 ) -> None:
     """Measure each shape, and print a table."""
-    Output(to, plot)  # raises now rather than after minutes
+    output = Output(to, plot)  # raises now rather than after minutes
     results: dict[Shape, dict[str, float]] = {}
     failed = []
     for shape in [_shape(each) for each in of] if of else SHORT if short else FULL:
@@ -230,20 +227,13 @@ def main(
         for failure in failures:
             print(failure, file=sys.stderr, flush=True)
     columns, rows = cells_of(results)
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    notes = [
+        "shapes are hosts x ranks of each, on one machine; times of operations are the slowest rank's",
+        f"a stall report: how long after the {STALL_WARNING_S:g} s of waiting after which it is due",
+    ]
+    output.put_cells(columns, rows, notes, f"./scripts/scale {shlex.join(sys.argv[1:])}")
     if plot is not None:
         draw(plot, results)
-    if to is not None:
-        notes = [
-            "shapes are hosts x ranks of each, on one machine; times of operations are the slowest rank's",
-            f"a stall report: how long after the {STALL_WARNING_S:g} s of waiting after which it is due",
-        ]
-        record: dict[str, Any] = {"kind": "growth", **provenance(), "notes": notes}
-        record["command"] = f"./scripts/scale {shlex.join(sys.argv[1:])}"
-        to.write_text(json.dumps({**record, "columns": columns, "cells": rows}, indent=1) + "\n")
     if failed:
         raise JobError("; ".join(failure.partition(":\n")[0] for failure in failed))
 

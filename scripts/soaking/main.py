@@ -16,16 +16,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from mpisgd.errors import JobError
 from mpisgd.tools.bench.jobs import job_environment, mpirun
 from mpisgd.tools.cli.program import run_program
-from mpisgd.tools.cli.provenance import provenance
 from mpisgd.tools.cli.record import Output
 from soaking.program import REPORT
 
@@ -114,7 +111,7 @@ def main(
     to: Annotated[Path | None, typer.Option("--json", help="a file for the record")] = None,
 ) -> None:
     """Run the jobs, and print a table; exit code 1 if something grows."""
-    Output(to)  # raises now rather than after minutes
+    output = Output(to)  # raises now rather than after minutes
     if unknown := [kind for kind in kinds or () if kind not in COUNTS]:
         raise JobError(f"no such kind: {', '.join(unknown)}; expected some of {', '.join(COUNTS)}")
     columns = ["what", "ranks", "times", *(f"{name}: middle / end" for name in QUANTITIES), "s", "verdict"]
@@ -125,17 +122,10 @@ def main(
             samples = sampled(kind, max(20, int(COUNTS[kind] * share)), number, launcher)
             rows.append(row_of(kind, number, samples, time.monotonic() - began))
             print(" ".join(rows[-1]), file=sys.stderr, flush=True)
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-    if to is not None:
-        notes = [
-            "each quantity is that of the rank that has most of it; memory is what a process has alone (USS)"
-        ]
-        record: dict[str, Any] = {"kind": "growth", **provenance(), "notes": notes}
-        record["command"] = f"./scripts/soak {shlex.join(sys.argv[1:])}".strip()
-        to.write_text(json.dumps({**record, "columns": columns, "cells": rows}, indent=1) + "\n")
+    notes = [
+        "each quantity is that of the rank that has most of it; memory is what a process has alone (USS)"
+    ]
+    output.put_cells(columns, rows, notes, f"./scripts/soak {shlex.join(sys.argv[1:])}".strip())
     if any(row[-1] != "flat" for row in rows):
         raise typer.Exit(1)
 

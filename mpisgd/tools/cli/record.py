@@ -5,6 +5,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import typer
 import mpisgd
 from mpisgd.tools.bench.report.plots import need_matplotlib, plot
 from mpisgd.tools.bench.report.rows import as_bytes, as_number
-from mpisgd.tools.bench.report.tables import one_line, show, tables_of
+from mpisgd.tools.bench.report.tables import new_table, one_line, show, tables_of
 from mpisgd.tools.cli.program import is_reporting_rank
 from mpisgd.tools.cli.provenance import machine, provenance
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Output", "Reporter", "log_rows", "measure_in_job", "on_machine", "title"]
 
 REPORT_S = 5.0  # how much later than the first rank the others end the job at the time limit
+WIDE = 200  # columns, where there is no terminal
 P = TypeVar("P")
 
 
@@ -58,6 +60,27 @@ class Output:
         """Print the tables and write the files."""
         show(tables_of(record["kind"], record["rows"]), _notes(record))
         self.write(record)
+
+    def put_cells(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], command: str = ""
+    ) -> None:
+        """Print a table whose cells are text, and write it as a record of what grows.
+
+        Args:
+            columns: their headings.
+            rows: the cells.
+            notes: of the record.
+            command: what was typed, if it was not this program.
+        """
+        table = new_table("", columns, [])
+        for row in rows:
+            table.add_row(*row)
+        show([table], [], width=None if sys.stdout.isatty() else WIDE)
+        record = {"kind": "growth", **provenance(), "notes": notes, "columns": columns, "cells": rows}
+        if command:
+            record["command"] = command
+        if self.json_file is not None:
+            self.json_file.write_text(json.dumps(record, indent=1) + "\n")
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the files; each is a whole one at any time."""

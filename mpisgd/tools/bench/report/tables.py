@@ -216,10 +216,12 @@ def one_line(what: str, rows: Iterable[Row]) -> str:
     return f"{what}: " + ", ".join(f"{row['variant']} {as_text(row, 'median')}" for row in rows)
 
 
-def show(tables: Sequence[Table], notes: Iterable[str], file: TextIO | None = None) -> None:
-    """Print tables, and lines below them; to stdout, or to `file`."""
+def show(
+    tables: Sequence[Table], notes: Iterable[str], file: TextIO | None = None, width: int | None = WIDTH
+) -> None:
+    """Print tables, and lines below them; to stdout, or to `file`. Without a width: that of the terminal."""
     # Under mpirun stdout is no terminal of a true width, or a pipe: plain text that fits most screens.
-    console = Console(width=WIDTH, force_terminal=False, file=file)
+    console = Console(width=width, force_terminal=False, file=file)
     for table in tables:
         console.print(table)
     for note in notes:
