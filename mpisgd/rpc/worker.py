@@ -26,10 +26,9 @@ from mpisgd.job.groups import close_group, open_group
 from mpisgd.job.world import Job
 from mpisgd.rpc.admission import Admission, listening_endpoints, made_connections
 from mpisgd.rpc.agreement import Agreement
-from mpisgd.rpc.network_interface import choose_interface, preferred_interface, source_address
 from mpisgd.rpc.quiesce import finish_calls
 from mpisgd.rpc.signatures import KEY_BYTES, sign_messages
-from mpisgd.rpc.tcp_sockets import Endpoint
+from mpisgd.rpc.tcp_sockets import Endpoint, choose_interface, preferred_interface, source_address
 from mpisgd.rpc.tensorpipe import active_calls, available, is_running, start_agent
 from mpisgd.threads import wait_registry
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import ALONE_BYTES, on_host
-from mpisgd.accelerator.host_prefetch import prefetch_to_host
+from mpisgd.accelerator.host_copy import prefetch_to_host
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
 from mpisgd.dtypes import dtype_name

@@ -7,9 +7,9 @@ import torch
 from gpu_under_test import DEVICE, gpu
 
 import mpisgd
-from mpisgd.accelerator import host_prefetch
+from mpisgd.accelerator import host_copy
 from mpisgd.accelerator.buffers import round_to_device
-from mpisgd.accelerator.host_prefetch import prefetch_to_host
+from mpisgd.accelerator.host_copy import prefetch_to_host
 from mpisgd.accelerator.own_streams import OwnStreams
 
 
@@ -21,7 +21,7 @@ def test_what_is_on_the_host_is_not_copied():
 
 @pytest.mark.parametrize("ahead_bytes", [0, 30, 10**6])
 def test_copies_arrive_in_order_and_complete(simulated, monkeypatch, ahead_bytes):
-    monkeypatch.setattr(host_prefetch, "AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr(host_copy, "AHEAD_BYTES", ahead_bytes)
     copies, real = [], simulated.copy
     monkeypatch.setattr(simulated, "copy", lambda *pair: (copies.append(1), real(*pair)))
     tensors = [torch.zeros(4, device=DEVICE) for _ in range(5)]

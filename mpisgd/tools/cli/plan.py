@@ -129,8 +129,8 @@ def _profile(
     """Return the step of a rank: measured, maybe with a model's blocks, or from a file, or of a model and the
     cluster's flops.
     """
-    from mpisgd.tools.plan.measured_step import measure_step
     from mpisgd.tools.plan.models.model import profile_of
+    from mpisgd.tools.plan.recorder import measure_step
 
     if bool(program) != measure or not (measure or model):
         raise InvalidArgument("plan: expected --model, or --measure and a program, or all of them")

@@ -12,19 +12,18 @@ from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.tools.bench.strategies.method import Method
 from mpisgd.tools.plan.cluster import Cluster
-from mpisgd.tools.plan.failures import Interruptions, interruptions
+from mpisgd.tools.plan.failures import Interruptions, interruptions, straggler_factor
 from mpisgd.tools.plan.methods import layouts_of, method_of
 from mpisgd.tools.plan.models.model import StepProfile
 from mpisgd.tools.plan.network import FatTree
 from mpisgd.tools.plan.simulation.collectives import AUTO
+from mpisgd.tools.plan.steps.graph import PlannedStep
 from mpisgd.tools.plan.steps.job import PlannedJob
-from mpisgd.tools.plan.steps.layout import divide
 from mpisgd.tools.plan.steps.mesh_layout import mesh_cost
 from mpisgd.tools.plan.steps.parallel import Parallel
-from mpisgd.tools.plan.steps.planned_step import PlannedStep
+from mpisgd.tools.plan.steps.stages import divide
 from mpisgd.tools.plan.steps.step_time import plan_step, steps_between_meetings
 from mpisgd.tools.plan.steps.tensor_step import plan_layout
-from mpisgd.tools.plan.stragglers import straggler_factor
 
 __all__ = ["LeftOut", "Options", "Prediction", "level_seconds", "predict", "predict_all"]
 

@@ -3,13 +3,16 @@
     | forward (and data)      | backward   g g  g     g | optimizer |
     ^ the optimizer has ended ^ backward() ^ hooks      ^ returns    ^ its hooks
 
-As a program: `python -m mpisgd.tools.plan.recorder OUT BATCH WARMUP STEPS train.py ...` runs train.py, and
-writes the median of its steps into OUT. See `mpisgd.tools.plan.measured_step`.
+As a program: `python -m mpisgd.tools.plan.recorder OUT BATCH WARMUP STEPS train.py ...` runs train.py as it
+is, ends it after some steps of its optimizer, and writes the median of its steps into OUT. `measure_step`
+starts that in a process of its own.
 """
 
 import runpy
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +22,56 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mpisgd.tools.plan.files import write_step
+from mpisgd.errors import JobError
+from mpisgd.tools.plan.files import read_step, write_step
 from mpisgd.tools.plan.models.model import OPTIMIZERS, Gradient, StepProfile
 from mpisgd.tools.plan.models.saved_bytes import SavedBytes
 
-__all__ = ["RecordedStep", "StepRecorder", "main", "median_step"]
+__all__ = [
+    "RecordedStep",
+    "StepRecorder",
+    "main",
+    "measure_step",
+    "median_step",
+]
+
+TAIL_LINES = 12
+LIMIT_S = 300.0  # of the program
+
+
+def measure_step(command: Sequence[str], *, batch: float, steps: int = 10, warmup: int = 3) -> StepProfile:
+    """Return the step of a program.
+
+    Args:
+        command: a Python file and its arguments.
+        batch: examples of a step, which nobody can know from outside.
+        steps: that are measured.
+        warmup: that come before.
+
+    Raises:
+        JobError: it cannot be started, or takes fewer steps.
+    """
+    if not Path(command[0]).is_file():
+        raise JobError(f"no such file: {command[0]}")
+    with tempfile.TemporaryDirectory(prefix="mpisgd-plan-") as folder:
+        out = Path(folder) / "step.json"
+        words = [str(out), str(batch), str(warmup), str(steps), *command]
+        code, tail = _run([sys.executable, "-m", "mpisgd.tools.plan.recorder", *words])
+        if out.exists():
+            return read_step(out)
+    lines = "\n  ".join(tail or ["it has printed nothing"])
+    raise JobError(
+        f"{command[0]} ended with exit code {code} before {warmup + steps} steps of an optimizer:\n  {lines}",
+        1,
+    )
+
+
+def _run(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return None, [f"no end within {LIMIT_S:g} s"]
+    return done.returncode, (done.stdout + done.stderr).splitlines()[-TAIL_LINES:]
 
 
 class RecordedStep(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpisgd.tools.cli.notices import MOST_LINES, RULE, NoticeFilter
+from mpisgd.tools.cli.supervision import MOST_LINES, RULE, NoticeFilter
 
 ABORT = b"""%sMPI_ABORT was invoked on rank 1 in communicator MPI COMM 3 DUP FROM 0
   Proc: [[42477,1],1]

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from mpisgd.tools.plan.cluster import Failures
-from mpisgd.tools.plan.failures import daly_interval, elastic_share, interruptions, work_share, young_interval
-from mpisgd.tools.plan.stragglers import expected_maximum, straggler_factor
+from mpisgd.tools.plan.failures import (
+    daly_interval,
+    elastic_share,
+    expected_maximum,
+    interruptions,
+    straggler_factor,
+    work_share,
+    young_interval,
+)
 
 MTBF, CHECKPOINT, RESTART = 3600.0, 60.0, 120.0
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from mpisgd.errors import InvalidArgument, JobError
-from mpisgd.tools.plan.measured_step import measure_step
 from mpisgd.tools.plan.models.count_model import bench_model, count, model_from_function
-from mpisgd.tools.plan.recorder import StepRecorder, main
+from mpisgd.tools.plan.recorder import StepRecorder, main, measure_step
 
 TRAIN = """
 import sys, torch

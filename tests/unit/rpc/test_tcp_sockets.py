@@ -9,8 +9,13 @@ import time
 import pytest
 
 from mpisgd.rpc.admission import Admission, listening_endpoints, made_connections
-from mpisgd.rpc.network_interface import source_address
-from mpisgd.rpc.tcp_sockets import Endpoint, duplicate, list_tcp_sockets, milliseconds_since_data
+from mpisgd.rpc.tcp_sockets import (
+    Endpoint,
+    duplicate,
+    list_tcp_sockets,
+    milliseconds_since_data,
+    source_address,
+)
 
 FAMILIES = {"127.0.0.2": socket.AF_INET, "::1": socket.AF_INET6}
 

@@ -19,7 +19,7 @@ import mpisgd
 from mpisgd.methods.from_text import OptimizerChoice
 from mpisgd.tools.bench.measure import slowest
 from mpisgd.tools.bench.strategies.method import Method, common_model, finish
-from mpisgd.tools.bench.strategies.task import Task, sent_bytes
+from mpisgd.tools.bench.strategies.tasks import Task, sent_bytes
 
 __all__ = ["Report", "StrategiesPlan", "run_strategies"]
 

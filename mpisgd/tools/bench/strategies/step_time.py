@@ -20,7 +20,7 @@ from mpisgd.tools.bench.cases import BATCHES
 from mpisgd.tools.bench.measure import slowest
 from mpisgd.tools.bench.report.rows import as_time
 from mpisgd.tools.bench.strategies.method import SYNCHRONOUS, Method
-from mpisgd.tools.bench.strategies.task import sent_bytes
+from mpisgd.tools.bench.strategies.tasks import sent_bytes
 from mpisgd.tools.bench.training import StepTask, Training
 
 __all__ = ["CompressionPlan", "run_compression"]

@@ -22,7 +22,7 @@ from mpisgd.tools.cli.record import Output, measure_in_job
 if TYPE_CHECKING:
     from mpisgd.methods.from_text import OptimizerChoice
     from mpisgd.tools.bench.strategies.method import Method
-    from mpisgd.tools.bench.strategies.task import Task
+    from mpisgd.tools.bench.strategies.tasks import Task
 
 __all__ = ["compression", "strategies"]
 
@@ -68,8 +68,7 @@ def strategies(
     Files are written after each training, so that --resume can continue a run that was ended.
     """
     from mpisgd.tools.bench.strategies.curves import StrategiesPlan, run_strategies
-    from mpisgd.tools.bench.strategies.digits import Digits
-    from mpisgd.tools.bench.strategies.text import Text
+    from mpisgd.tools.bench.strategies.tasks import Digits, Text
 
     output = Output(json_file, plot_file, text_file)
     (chosen,) = choice_of("--task", task, ("digits", "text"))

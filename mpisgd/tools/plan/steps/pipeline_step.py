@@ -21,11 +21,10 @@ from mpisgd.tools.plan.simulation.collectives import (
 )
 from mpisgd.tools.plan.simulation.costs import Cost
 from mpisgd.tools.plan.simulation.engine import Task, simulate
+from mpisgd.tools.plan.steps.graph import PlannedStep
 from mpisgd.tools.plan.steps.job import PlannedJob
-from mpisgd.tools.plan.steps.layout import DividedModel, divide
 from mpisgd.tools.plan.steps.parallel import Parallel
-from mpisgd.tools.plan.steps.planned_step import PlannedStep
-from mpisgd.tools.plan.steps.stages import sum_cost
+from mpisgd.tools.plan.steps.stages import DividedModel, divide, sum_cost
 
 __all__ = ["MESSAGES", "plan_pipeline"]
 

@@ -15,17 +15,29 @@ from enum import Enum
 
 from mpisgd.context.cost import RingCost
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.cost_kit import Op
+from mpisgd.methods.peak_memory import Memory, peak_of
 from mpisgd.pipeline.balance import balance
-from mpisgd.pipeline.cost import StageSizes
+from mpisgd.pipeline.cost import StageSizes, cost
+from mpisgd.pipeline.schedules.schedule import Schedule
+from mpisgd.pipeline.schedules.shape import PipelineShape
 from mpisgd.tools.plan.cluster import Cluster
 from mpisgd.tools.plan.models.blocks import Block
 from mpisgd.tools.plan.models.model import StepProfile
 from mpisgd.tools.plan.simulation.collectives import AUTO, cost_of, cost_of_rounds, fastest
 from mpisgd.tools.plan.simulation.costs import Cost, Costs
 from mpisgd.tools.plan.simulation.messages import shift
-from mpisgd.tools.plan.steps.parallel import Grid, Parallel
+from mpisgd.tools.plan.steps.job import PlannedJob
+from mpisgd.tools.plan.steps.parallel import Grid, Parallel, grid_of
 
-__all__ = ["PlannedStage", "message_cost", "stages_of", "sum_cost"]
+__all__ = [
+    "DividedModel",
+    "PlannedStage",
+    "divide",
+    "message_cost",
+    "stages_of",
+    "sum_cost",
+]
 
 GRADIENT_BYTES = 4  # of an element of keys, at least
 
@@ -190,3 +202,49 @@ def _kept(
     if recompute is _Recompute.STAGES:
         return passes[-1].output_bytes, max(0.0, sum(each) - came)
     return sum(one.output_bytes for one in passes), max(each)
+
+
+@dataclass(frozen=True)
+class DividedModel:
+    """A model over the ranks of a layout.
+
+    Attributes:
+        grid: the ranks.
+        shape: of a pipeline: which of its ranks has which stages.
+        stages: of the model.
+        schedule: in which order they compute.
+    """
+
+    grid: Grid
+    shape: PipelineShape
+    stages: list[PlannedStage]
+    schedule: Schedule
+
+    def numel_of(self, place: int) -> float:
+        """Return the parameters of a rank at a place of the pipelines."""
+        return sum(self.stages[stage].numel for stage in self.shape.stages_of(place))
+
+    def cost(self, place: int) -> Iterator[Op]:
+        """Yield what such a rank does in a step."""
+        sizes = [each.sizes for each in self.stages]
+        return cost(self.schedule, self.shape, sizes, place, num_pipelines=self.grid.replicas)
+
+    def memory(self) -> Memory:
+        """Return the memory of the rank that has most: as a rule a pipeline's first, by its activations."""
+        return max((peak_of(self.cost(place)) for place in range(self.grid.pp)), key=lambda each: each.total)
+
+
+def divide(job: PlannedJob, layout: Parallel) -> DividedModel:
+    """Return a layout of a job.
+
+    Raises:
+        InvalidArgument: the model or the ranks cannot be divided so, or what travels is compressed.
+    """
+    if job.is_compressed():
+        raise InvalidArgument(f"plan: {layout} with {job.compression}; expected no compression")
+    grid = grid_of(job.cluster, layout)
+    number = layout.micro_batches_of(job.profile.batch * grid.sequences)
+    stages = stages_of(job.profile, grid, layout, number, job.algorithm)
+    shape = PipelineShape(layout.table.place(layout.num_stages, grid.pp), number)
+    layout.table.check(shape)
+    return DividedModel(grid, shape, stages, layout.table)

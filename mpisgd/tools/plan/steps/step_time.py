@@ -32,9 +32,8 @@ from mpisgd.tools.plan.simulation.collectives import cost_of_rounds
 from mpisgd.tools.plan.simulation.costs import Costs
 from mpisgd.tools.plan.simulation.engine import Span
 from mpisgd.tools.plan.simulation.messages import Round, neighbours, shift
-from mpisgd.tools.plan.steps.graph import COMMUNICATION, StepGraph
+from mpisgd.tools.plan.steps.graph import COMMUNICATION, PlannedStep, StepGraph
 from mpisgd.tools.plan.steps.job import PlannedJob
-from mpisgd.tools.plan.steps.planned_step import PlannedStep
 
 __all__ = ["plan_step", "rounds_of_graph", "steps_between_meetings"]
 

@@ -14,12 +14,11 @@ from mpisgd.methods.wire_bytes import sent_bytes
 from mpisgd.tools.plan.models.blocks import Block
 from mpisgd.tools.plan.models.model import Gradient, StepProfile
 from mpisgd.tools.plan.simulation.collectives import busiest_bytes, fastest
+from mpisgd.tools.plan.steps.graph import PlannedStep
 from mpisgd.tools.plan.steps.job import PlannedJob
-from mpisgd.tools.plan.steps.layout import DividedModel, divide
 from mpisgd.tools.plan.steps.parallel import Parallel
 from mpisgd.tools.plan.steps.pipeline_step import plan_pipeline
-from mpisgd.tools.plan.steps.planned_step import PlannedStep
-from mpisgd.tools.plan.steps.stages import message_cost, sum_cost
+from mpisgd.tools.plan.steps.stages import DividedModel, divide, message_cost, sum_cost
 from mpisgd.tools.plan.steps.step_time import plan_step
 
 __all__ = ["plan_layout"]

@@ -1,22 +1,155 @@
-"""`Text`: a small GPT on the bytes of Python's standard library, evaluated by its validation loss.
+"""`Task`: what the methods of a comparison train, and how good the model becomes: `Digits` and `Text`."""
 
-A sequence of 65 bytes becomes 64 inputs and 64 targets. The learning rate is raised over the first tenth of
-the steps, and then goes down to a tenth by a cosine.
-"""
-
+import abc
 import math
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.methods.from_text import OptimizerChoice
-from mpisgd.tools.bench.strategies.task import Task
 
-__all__ = ["ByteGPT", "Text"]
+__all__ = [
+    "ByteGPT",
+    "Digits",
+    "Task",
+    "Text",
+    "sent_bytes",
+]
+
+
+class Task(abc.ABC):
+    """A model and its data, the same on all ranks; each trains on its part of a batch.
+
+    A training has `num_parts` parts of equally many steps; after each the common model is evaluated.
+
+    Attributes:
+        name: in tables.
+        measure: what is evaluated, and the name of the field of a row: "accuracy" or "loss".
+        best: the function that returns the best of some, `max` or `min`.
+        worst: the other one.
+        optimizer: of methods that name none.
+        num_parts: see above.
+    """
+
+    name: ClassVar[str]
+    measure: ClassVar[str]
+    best: ClassVar[Any]
+    worst: ClassVar[Any]
+    optimizer: OptimizerChoice
+    num_parts: int
+
+    @abc.abstractmethod
+    def model(self) -> nn.Module:
+        """Return a new one, with weights by torch's generator."""
+
+    @abc.abstractmethod
+    def batches(self, seed: int, part: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's inputs and targets of each step of a part."""
+
+    @abc.abstractmethod
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss that is minimised."""
+
+    @abc.abstractmethod
+    def evaluate(self, model: nn.Module) -> float:
+        """Return how good a model is, that all ranks have. Collective."""
+
+    def factor(self, part: int, step: int) -> float:
+        """Return the factor of the learning rate in a step of a part, both counted from 0."""
+        return 1.0
+
+
+def sent_bytes() -> float:
+    """Return the bytes that all hosts have sent so far, headers and other traffic included. Collective.
+
+    0 where all ranks share a host.
+    """
+    mine = 0
+    if mpisgd.num_nodes() > 1 and mpisgd.local_rank() == 0:
+        counters = psutil.net_io_counters(pernic=True)
+        mine = sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
+    total = torch.tensor(mine, dtype=torch.float64)
+    mpisgd.all_reduce(total)
+    return float(total)
+
+
+NUM_CLASSES, TEST_SHARE = 10, 0.2
+SGD = OptimizerChoice(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+
+
+class Images(NamedTuple):
+    """Images [n, 64] from 0 to 1, and labels [n]."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+
+class Digits(Task):
+    """1,797 digits of 8 x 8 pixels, shuffled once for all.
+
+    Args:
+        num_epochs: of each training.
+        batch: images of a step, over all ranks.
+        width: of the network's two hidden layers.
+
+    Raises:
+        JobError: there is no scikit-learn.
+    """
+
+    name, measure, best, worst = "digits", "accuracy", max, min
+
+    def __init__(self, num_epochs: int, batch: int, width: int) -> None:
+        self.num_parts, self.optimizer = num_epochs, SGD
+        self._batch, self._width = batch, width
+        self._images = _load()
+
+    def model(self) -> nn.Module:
+        """Return a network of two hidden layers."""
+        width = self._width
+        hidden = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        return nn.Sequential(*hidden, nn.Linear(width, NUM_CLASSES))
+
+    def batches(self, seed: int, part: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's images of each batch of an epoch."""
+        images, labels = self._images.train
+        generator = torch.Generator().manual_seed(seed * self.num_parts + part)
+        order = torch.randperm(len(labels), generator=generator)
+        for start in range(0, len(order) - self._batch + 1, self._batch):
+            mine = order[start + mpisgd.rank() : start + self._batch : mpisgd.size()]
+            yield images[mine], labels[mine]
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross entropy."""
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> float:
+        """Return the share of the test images that it gets right."""
+        images, labels = self._images.test
+        return float((model(images).argmax(1) == labels).double().mean())
+
+
+def _load() -> Images:
+    try:
+        from sklearn import datasets
+    except ImportError as exc:
+        raise mpisgd.JobError(
+            'bench strategies needs scikit-learn: pip install "mpisgd[demo]"', exit_code=2
+        ) from exc
+    images, labels = datasets.load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x = torch.from_numpy(np.asarray(images, np.float32) / 16)[order]
+    y = torch.from_numpy(np.asarray(labels, np.int64))[order]
+    cut = round(TEST_SHARE * len(y))
+    return Images((x[cut:], y[cut:]), (x[:cut], y[:cut]))
+
 
 ADAMW = OptimizerChoice(torch.optim.AdamW, {"lr": 0.003})
 NUM_BYTES = 256  # that there are
