@@ -2,17 +2,19 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from progress import Hung, wait
+
+from mpisgd.tools.bench.jobs import mpirun as launcher
+from mpisgd.tools.cli.supervision import processes_of
 
 __all__ = ["Ended", "mpirun", "on_hosts", "program", "run_job"]
 
@@ -52,10 +54,8 @@ def program(*arguments: str) -> list[str]:
 
 
 def mpirun(num_ranks: int, *options: str) -> list[str]:
-    """The launcher installed beside this Python, else the first on the PATH."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
-    return [found, "-n", str(num_ranks), *options]
+    """The launcher, for so many ranks."""
+    return [*launcher(), "-n", str(num_ranks), *options]
 
 
 def on_hosts(hosts: str, options: str) -> list[str]:
@@ -97,21 +97,13 @@ def run_job(command: Sequence[str], quiet_s: float, env: Mapping[str, str] | Non
 def _outlive(session: int) -> tuple[int, ...]:
     """The processes of a session that do not end by themselves."""
     until = time.monotonic() + GRACE_S
-    while (left := tuple(_members(session))) and time.monotonic() < until:
+    while (left := tuple(processes_of(session))) and time.monotonic() < until:
         time.sleep(0.02)
     return left
 
 
 def _end_session(session: int) -> None:
-    for pid in _members(session):
+    for pid in processes_of(session):
         for number in (signal.SIGKILL, signal.SIGCONT):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def _members(session: int) -> Iterator[int]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state, _, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(found) == session and state != "Z":
-                yield int(folder.name)

@@ -12,6 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
+import mpisgd
+from mpisgd.compress.compressor import BucketLayout
+from mpisgd.dtypes import ReduceOp
+from mpisgd.gossip.graphs import Ring
+from mpisgd.job.rank_info import topology
+from mpisgd.methods.cast.cast import Cast
+from mpisgd.tools.bench.measure import slowest
+from mpisgd.tools.plan.cluster import Cluster
+from mpisgd.tools.plan.files import link_from_times
+from mpisgd.tools.plan.steps.job import PlannedJob
+from mpisgd.tools.plan.steps.step_time import rounds_of_graph
+
 __all__ = ["all_reduce_seconds", "broadcast_numbers", "compression_seconds", "measure_cluster"]
 
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
@@ -29,9 +41,6 @@ def seconds_of(
 
     Not the median: this machine does other things, too, and the fastest of some turns is what disturbs least.
     """
-    import mpisgd
-    from mpisgd.tools.bench.measure import slowest
-
     action()
     found = []
     for _ in range(times):
@@ -50,18 +59,12 @@ def evict() -> None:
 
 def all_reduce_seconds() -> dict[int, float]:
     """What all-reduces between the smallest and the largest take, by their bytes. Collective."""
-    import mpisgd
-
     tensors = [torch.zeros(numel) for numel in BETWEEN_SIZES]
     return {each.nbytes: seconds_of(lambda each=each: mpisgd.all_reduce(each), 6) for each in tensors}
 
 
 def measure_cluster() -> Any:
     """What links and memory of this job do, as a `Cluster`. Collective."""
-    import mpisgd
-    from mpisgd.tools.plan.cluster import Cluster
-    from mpisgd.tools.plan.files import link_from_times
-
     # Within a host what counts is memory, and more than caches have.
     small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
     small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
@@ -98,8 +101,6 @@ def measure_cluster() -> Any:
 
 def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
     """Rank 0's, to all."""
-    import mpisgd
-
     return list(mpisgd.broadcast_object(list(numbers)))
 
 
@@ -124,8 +125,6 @@ def busy_meeting_seconds(small: torch.Tensor, small_s: float) -> float:
 
 def meet(tensor: torch.Tensor | None) -> None:
     """Compute, and reduce a tensor if there is one, in turns."""
-    import mpisgd
-
     for _ in range(NUM_MEETINGS):
         compute(5)
         if tensor is not None:
@@ -137,8 +136,6 @@ def core_seconds(large: torch.Tensor, large_s: float) -> float:
 
     A computation as long as the all-reduce itself, beside it: what both take longer than one of them.
     """
-    import mpisgd
-
     count = computations(large_s)
 
     def both() -> None:
@@ -157,8 +154,6 @@ def fresh_seconds(vector: torch.Tensor) -> float:
 
 def half_factor(large: torch.Tensor, large_s: float) -> float:
     """By what an all-reduce of 16-bit floats takes longer for each byte. Collective."""
-    import mpisgd
-
     half = torch.zeros(2 * large.numel(), dtype=torch.bfloat16)
     return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5, before=evict) / large_s)
 
@@ -174,10 +169,6 @@ def exchange_share(
         bytes_per_s: its rate.
         memory_bytes_per_s: of a rank; what arrives is added up.
     """
-    import mpisgd
-    from mpisgd.gossip.graphs import Ring
-    from mpisgd.tools.plan.steps.step_time import rounds_of_graph
-
     made = [mpisgd.new_group(list(ranks)) for ranks in groups]
     (mine,) = [group for group in made if group.rank >= 0]
     whole = torch.zeros(2 * LARGE)
@@ -190,7 +181,6 @@ def exchange_share(
 
 def tensor_seconds(operation_s: float) -> float:
     """What the program takes for each gradient besides its bytes: of many that have few. Collective."""
-    import mpisgd
 
     def step_s(*, together: bool) -> float:
         params = [nn.Parameter(torch.ones(NUM_TINY)) for _ in range(NUM_TINY)]
@@ -212,10 +202,6 @@ def tensor_seconds(operation_s: float) -> float:
 
 def host_link() -> Any:
     """The memory that the ranks of a host share, of a group of them. Collective."""
-    import mpisgd
-    from mpisgd.job.rank_info import topology
-    from mpisgd.tools.plan.files import link_from_times
-
     groups = [mpisgd.new_group(ranks) for ranks in topology().nodes]
     group = groups[mpisgd.node_rank()]
     small, large = torch.zeros(SMALL), torch.zeros(LARGE)
@@ -229,12 +215,6 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
 
     As in a step, where so much else has been touched since the last time that no cache has any of it.
     """
-    import mpisgd
-    from mpisgd.compress.compressor import BucketLayout
-    from mpisgd.dtypes import ReduceOp
-    from mpisgd.methods.cast.cast import Cast
-    from mpisgd.tools.plan.steps.job import PlannedJob
-
     me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
     compression = method.compression
     job = PlannedJob(cluster, profile, compression)

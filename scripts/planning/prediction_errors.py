@@ -5,6 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mpisgd.tools.bench.report.colours import colours_and_styles
+from mpisgd.tools.plan.cluster import Cluster, Link
+from mpisgd.tools.plan.methods import planned_methods
+from mpisgd.tools.plan.models.blocks import Block
+from mpisgd.tools.plan.models.model import Gradient, StepProfile
+from mpisgd.tools.plan.network import Switch
+from mpisgd.tools.plan.prediction import Options, predict
+
 COLUMNS = ("hosts x ranks", "model", "method", "alone, ms", "measured, ms", "predicted, ms", "error")
 METHODS = (
     "Synchronous",
@@ -28,11 +36,6 @@ MORE_METHODS = (
 
 def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a portion beside what is predicted from its inputs."""
-    from mpisgd.tools.plan.cluster import Cluster, Link
-    from mpisgd.tools.plan.methods import planned_methods
-    from mpisgd.tools.plan.network import Switch
-    from mpisgd.tools.plan.prediction import Options, predict
-
     links = {name: Link(**part["cluster"][name]) for name in ("between", "within")}
     cluster = Cluster(**{**part["cluster"], **links, "network": Switch()})
     where = {"where": where_of(part), "load": part["load"], "calibration": part["calibration"]}
@@ -55,9 +58,6 @@ def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 def profile_of(step: dict[str, Any]) -> tuple[Any, dict[str, float]]:
     """A step without communication, and what compressors take in it."""
-    from mpisgd.tools.plan.models.blocks import Block
-    from mpisgd.tools.plan.models.model import Gradient, StepProfile
-
     fields = {name: value for name, value in step.items() if name != "compression_s"}
     fields["gradients"] = tuple(
         Gradient(name, place, tuple(shape), *rest) for name, place, shape, *rest in fields["gradients"]
@@ -165,8 +165,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     mpl.use("agg")
     from matplotlib import pyplot
-
-    from mpisgd.tools.bench.report.colours import colours_and_styles
 
     figure, ax = pyplot.subplots(figsize=(7, 6), layout="constrained")
     methods = sorted({row["method"] for row in rows}, key=place_of)

@@ -45,6 +45,15 @@ from prediction_errors import (
     with_predictions,
 )
 
+import mpisgd
+from mpisgd.tools.bench.measure import slowest
+from mpisgd.tools.bench.training import MODELS as BENCH_MODELS
+from mpisgd.tools.bench.training import StepTask, Training, mlp
+from mpisgd.tools.cli.provenance import provenance
+from mpisgd.tools.plan.checked import kind_of
+from mpisgd.tools.plan.methods import Overlap, planned_methods
+from mpisgd.tools.plan.recorder import StepRecorder
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 PARTS = FOLDER / "plan-parts"
@@ -86,10 +95,7 @@ app = typer.Typer(add_completion=False)
 
 def add_models() -> None:
     """Let `bench` know a model between its own ones in size."""
-    from mpisgd.tools.bench.training import MODELS as known
-    from mpisgd.tools.bench.training import mlp
-
-    known["wide"] = lambda small: mlp(512, 1536)
+    BENCH_MODELS["wide"] = lambda small: mlp(512, 1536)
 
 
 def sent_bytes() -> int:
@@ -107,9 +113,6 @@ class Contest:
     def __init__(self, model: str, cluster: Any, kind: str) -> None:
         from plan_layouts import DIVIDED, ONE_EXAMPLE, text_trainings
 
-        from mpisgd.tools.plan.methods import planned_methods
-        from mpisgd.tools.plan.recorder import StepRecorder
-
         self.model, self.cluster = model, cluster
         self.recorder = StepRecorder(10**9, lambda: None)
         self.seconds: dict[str, list[float]] = {}
@@ -120,10 +123,6 @@ class Contest:
 
     def _trainings(self, methods: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         """A rank's own training, and those of all ranks by the method's name. Collective."""
-        import mpisgd
-        from mpisgd.tools.bench.training import StepTask, Training
-        from mpisgd.tools.plan.methods import Overlap, planned_methods
-
         task = StepTask(self.model, MODELS[self.model], mpisgd.size(), optimizer="momentum")
         trainings = {}
         for method in planned_methods(";".join(methods)):
@@ -157,9 +156,6 @@ class Contest:
 
     def _block(self, name: str | None, training: Any, number: int) -> None:
         """Take the steps of a block; the first block of each is a warm-up."""
-        import mpisgd
-        from mpisgd.tools.bench.measure import slowest
-
         steps = PERIOD if name is None or "4)" in name.partition("+")[0] else 2
         mpisgd.barrier()
         sent = sent_bytes()
@@ -181,8 +177,6 @@ class Contest:
     def profile(self) -> Any:
         """The step without communication: its parts as on rank 0, its length as on the slowest rank."""
         from plan_layouts import EXAMPLES
-
-        import mpisgd
 
         mine = self.recorder.profile(self.model, MODELS.get(self.model, EXAMPLES), warmup=PERIOD)
         (first,) = [mpisgd.broadcast_object(mine)]
@@ -219,9 +213,6 @@ class Contest:
 @app.command()
 def rank(rate: str, out: Path, models: str = ",".join(MODELS), kind: str = "usual") -> None:
     """What each rank of a portion does."""
-    import mpisgd
-    from mpisgd.tools.cli.provenance import provenance
-
     deadline = time.perf_counter() + LIMIT_S - 15
     add_models()
     mpisgd.init()
@@ -269,9 +260,6 @@ def compressors_seconds(methods: Sequence[Any], cluster: Any, profile: Any) -> d
 @app.command()
 def rank_inputs(part: Path, compressors: bool = True) -> None:
     """What each rank does to measure the inputs of a portion again."""
-    import mpisgd
-    from mpisgd.tools.plan.methods import planned_methods
-
     mpisgd.init()
     page = json.loads(part.read_text())
     cluster = measure_cluster()
@@ -374,9 +362,6 @@ def report() -> None:
 
 def measured_kinds(text: str) -> str:
     """Return the module of the kinds that were measured, from the table of all cases."""
-    from mpisgd.tools.plan.checked import kind_of
-    from mpisgd.tools.plan.methods import planned_methods
-
     cases = re.findall(r"^\| (\d+) x (\d+)[^|]*\|[^|]*\| ([^|]+) \|", text, re.MULTILINE)
     names = sorted({method for _, _, method in cases})
     kinds = sorted({kind_of(method) for method in planned_methods(";".join(names))})

@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 from stranger_meeting import OUTCOMES, OVER, PHASES
 
+from mpisgd.tools.bench.jobs import mpirun
+
 HERE = Path(__file__).resolve().parent
 SANDBOX = ("unshare", "--user", "--map-current-user")
 KINDS = ("store", "rpc", "top")  # in the order of stranger_jobs.py
@@ -126,12 +128,11 @@ def run(folder: Path, starts: int, *, kinds: tuple[str, ...] = KINDS, num_ranks:
         command = [*prefix, sys.executable, str(HERE / f"stranger_{kind}.py"), str(folder), name, str(starts)]
         with (folder / f"{name}.log").open("w") as log:
             processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = [str(beside) if beside.exists() else "mpirun", "-n", str(num_ranks), sys.executable]
+    launch = [*mpirun(), "-n", str(num_ranks), sys.executable]
     names = [f"{kind}:{name}" for kind, name in who]
     try:
         while first < starts and num_failed <= MOST_FAILURES:
-            command = [*mpirun, str(HERE / "stranger_jobs.py"), str(folder), str(first), str(starts), *names]
+            command = [*launch, str(HERE / "stranger_jobs.py"), str(folder), str(first), str(starts), *names]
             job = subprocess.run(
                 command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )

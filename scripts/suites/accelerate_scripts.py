@@ -7,9 +7,7 @@
 
 import functools
 import importlib.util
-import runpy
 import sys
-import unittest
 import warnings
 from pathlib import Path
 
@@ -24,14 +22,7 @@ def run_script(path: Path) -> None:
 
     warnings.simplefilter("ignore")
     use_mpi()
-    sys.argv = [str(path)]
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except ModuleNotFoundError as exc:
-        raise unittest.SkipTest(f"needs the package {exc.name}") from exc
-    except SystemExit as exc:
-        if exc.code:
-            raise
+    in_job.run_program(path)
 
 
 def tests() -> in_job.Tests:

@@ -33,15 +33,6 @@ def program(function: Callable[[Path], None]) -> Callable[[Path], None]:
     return function
 
 
-def check_equal_weights(model: torch.nn.Module) -> None:
-    """Raise unless all ranks have the same finite weights."""
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert weights.isfinite().all()
-    everywhere = [torch.empty_like(weights) for _ in range(mpisgd.size())]
-    mpisgd.all_gather(everywhere, weights)
-    assert all(torch.equal(one, weights) for one in everywhere), "the weights differ"
-
-
 def labelled_data(num_examples: int = 64) -> TensorDataset:
     """Points of two classes, the same on all ranks."""
     draw = torch.Generator().manual_seed(0)
@@ -68,7 +59,7 @@ def hugging_face_trainer(folder: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == -(-len(data) // (4 * mpisgd.size()))
     assert trainer.evaluate()["eval_loss"] > 0
-    check_equal_weights(model)
+    in_job.check_equal_weights(model)
 
 
 def load_torchvision() -> None:
@@ -119,7 +110,7 @@ def torchvision_reference(folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
     dist.barrier()
     assert torch.load(folder / "model.pt", weights_only=True).keys() == model.state_dict().keys()
-    check_equal_weights(model)
+    in_job.check_equal_weights(model)
     dist.destroy_process_group()
 
 
@@ -147,7 +138,7 @@ def nano_gpt_style(folder: Path) -> None:
         optimizer.zero_grad(set_to_none=True)
     if rank == 0:
         torch.save({"model": model.state_dict()}, folder / "ckpt.pt")
-    check_equal_weights(model)
+    in_job.check_equal_weights(model)
     dist.destroy_process_group()
 
 
@@ -195,7 +186,7 @@ def optuna_under_mpirun(folder: Path) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        check_equal_weights(model)
+        in_job.check_equal_weights(model)
         mean = mpisgd.average(loss.item())
         trial.report(mean, 0)
         return mean

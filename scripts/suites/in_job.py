@@ -10,16 +10,21 @@ import faulthandler
 import json
 import os
 import re
+import runpy
 import sys
 import time
 import traceback
 import unittest
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpisgd.config import launcher_rank, launcher_size
 
-__all__ = ["AFTER_FAILURE", "Recorder", "Tests", "main", "of_case"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AFTER_FAILURE", "Recorder", "Tests", "check_equal_weights", "main", "of_case", "run_program"]
 
 Tests = Mapping[str, Callable[[], object]]
 AFTER_FAILURE = 9  # exit code of a job whose last test has failed
@@ -103,6 +108,31 @@ def of_case(case: unittest.TestCase) -> None:
     for _, text in result.errors + result.failures:
         print(text, file=sys.stderr, flush=True)
         raise AssertionError((ERROR.findall(text) or [text])[-1])
+
+
+def run_program(path: Path, options: Sequence[str] = ()) -> None:
+    """Run a program with these options; SkipTest where it needs a package that is not there."""
+    sys.argv = [str(path), *options]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except ModuleNotFoundError as exc:
+        raise unittest.SkipTest(f"needs the package {exc.name}") from exc
+    except SystemExit as exc:
+        if exc.code:
+            raise
+
+
+def check_equal_weights(model: "torch.nn.Module") -> None:
+    """Raise unless all ranks have the same finite weights."""
+    import torch
+
+    import mpisgd
+
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert weights.isfinite().all()
+    everywhere = [torch.empty_like(weights) for _ in range(mpisgd.size())]
+    mpisgd.all_gather(everywhere, weights)
+    assert all(torch.equal(one, weights) for one in everywhere), "the weights differ"
 
 
 def leave() -> None:

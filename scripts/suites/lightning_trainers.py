@@ -55,15 +55,6 @@ def trainer(folder: Path, **options: Any) -> lightning.Trainer:
     return lightning.Trainer(**{**defaults, **options})
 
 
-def check_weights(model: torch.nn.Module) -> None:
-    """Raise unless all ranks have the same finite weights."""
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    assert weights.isfinite().all()
-    everywhere = [torch.empty_like(weights) for _ in range(mpisgd.size())]
-    mpisgd.all_gather(everywhere, weights)
-    assert all(torch.equal(one, weights) for one in everywhere), "the weights differ"
-
-
 def share(number: int) -> int:
     """How many of that many items a rank has, where the last ones are repeated."""
     return -(-number // mpisgd.size())
@@ -75,7 +66,7 @@ def fit_validate_test_predict(folder: Path) -> None:
     model, ours = demos.BoringModel(), trainer(folder)
     ours.fit(model)
     assert ours.global_step == share(NUM_BATCHES)
-    check_weights(model)
+    in_job.check_equal_weights(model)
     ours.validate(model, verbose=False)
     ours.test(model, verbose=False)
     own = range(mpisgd.rank(), NUM_BATCHES, mpisgd.size())  # predictions are not repeated
@@ -88,7 +79,7 @@ def data_module(folder: Path) -> None:
     model, ours = demos.BoringModel(), trainer(folder)
     ours.fit(model, datamodule=demos.BoringDataModule())
     assert ours.global_step == share(NUM_BATCHES)
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -97,7 +88,7 @@ def data_without_length(folder: Path) -> None:
     model, ours = demos.BoringModel(), trainer(folder)
     ours.fit(model, DataLoader(demos.RandomIterableDataset(32, 10)))
     assert ours.global_step == 10
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -106,7 +97,7 @@ def manual_optimization(folder: Path) -> None:
     model, ours = demos.ManualOptimBoringModel(), trainer(folder)
     ours.fit(model)
     assert ours.global_step == share(NUM_BATCHES)
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 class Logging(demos.BoringModel):
@@ -141,7 +132,7 @@ def accumulated_and_clipped(folder: Path) -> None:
     ours = trainer(folder, accumulate_grad_batches=4, gradient_clip_val=0.1)
     ours.fit(model)
     assert ours.global_step == -(-share(NUM_BATCHES) // 4)
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -149,7 +140,7 @@ def mixed_precision(folder: Path) -> None:
     """The forward pass in bfloat16."""
     model = demos.BoringModel()
     trainer(folder, precision="bf16-mixed").fit(model)
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -163,7 +154,7 @@ def unused_parameters(folder: Path) -> None:
 
     model = Unused()
     trainer(folder, strategy=MpisgdStrategy(find_unused_parameters=True)).fit(model)
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -171,7 +162,7 @@ def compressed_gradients(folder: Path) -> None:
     """DDP's communication hook in bfloat16."""
     model = demos.BoringModel()
     trainer(folder, strategy=MpisgdStrategy(ddp_comm_hook=bf16_compress)).fit(model)
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -191,7 +182,7 @@ def resumed(folder: Path) -> None:
             path = saved.last_model_path
             mpisgd.barrier()
         ends.append(model.layer.weight.detach().clone())
-        check_weights(model)
+        in_job.check_equal_weights(model)
     assert torch.equal(*ends)
 
 
@@ -216,7 +207,7 @@ def averaged_weights_and_rates(folder: Path) -> None:
     model = demos.BoringModel()
     callbacks = [WeightAveraging(swa_lrs=0.01, swa_epoch_start=1), LearningRateMonitor()]
     trainer(folder, max_epochs=3, callbacks=callbacks, logger=CSVLogger(folder)).fit(model)
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -234,7 +225,7 @@ def learning_rate_found(folder: Path) -> None:
     model = Rated()
     found = Tuner(trainer(folder)).lr_find(model, num_training=10)
     assert found is not None
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run
@@ -264,7 +255,7 @@ def batch_norm_of_all_ranks(folder: Path) -> None:
     trainer(folder, sync_batchnorm=True).fit(
         model, DataLoader(demos.RandomDataset(32, NUM_BATCHES), batch_size=4)
     )
-    check_weights(model)
+    in_job.check_equal_weights(model)
 
 
 @run

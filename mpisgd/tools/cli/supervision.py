@@ -24,10 +24,7 @@ from typing import IO
 
 import psutil
 
-__all__ = [
-    "NoticeFilter",
-    "Supervisor",
-]
+__all__ = ["NoticeFilter", "Supervisor", "processes_of"]
 
 RULE = b"-" * 74 + b"\n"
 DROPPED = (b"MPI_ABORT was invoked on rank ", b"prterun has exited due to process rank ")
@@ -163,18 +160,18 @@ def _end_session(session: int) -> None:
     """End the processes that a launcher has left: its ranks have groups of their own, but one session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + LEFTOVERS_LIMIT_S
-        left = list(_members(session))
+        left = list(processes_of(session))
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         while left and time.monotonic() < until:
             time.sleep(0.02)
-            left = list(_members(session))
+            left = list(processes_of(session))
         if not left:
             return
 
 
-def _members(session: int) -> Iterator[int]:
+def processes_of(session: int) -> Iterator[int]:
     """Return the processes of a session that still run."""
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
