@@ -14,8 +14,8 @@
 The first four are torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints),
 and run over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is
 divided at (3) is in parallelize.py; forward and backward are in training_pass.py. --strategy and
---compression are mpisgd's (methods.py), for whole models on all ranks, as --pipeline (text_pipeline.py) and
---layout (text_dimensions.py) are for divided ones.
+--compression are mpisgd's (methods.py), for whole models on all ranks, as --pipeline and --layout are for
+divided ones.
 
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """
@@ -41,11 +41,18 @@ from training.parallelize import parallelize
 from training.ranks import mean_over_ranks, on_rank_0
 from training.records import TensorBoard, Terminal, append_metrics, check_tensorboard, check_writable
 from training.text_data import load, random_sequences
-from training.text_dimensions import LaidOut, read_mesh_layout
 from training.text_model import GPT, ModelSize, build_model
-from training.text_pipeline import Scheduled, ScheduleName
 from training.text_state import read_run, read_state, write_checkpoint
-from training.training_pass import InParts, Pass, Pipelined, Whole
+from training.training_pass import (
+    InParts,
+    LaidOut,
+    Pass,
+    Pipelined,
+    Scheduled,
+    ScheduleName,
+    Whole,
+    read_mesh_layout,
+)
 
 import mpisgd
 from mpisgd.nn import ProgressiveLayerDropping

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from fault_injector import MOMENTS, Fault, draw, write
 from fault_jobs import Ended, mpirun, on_hosts, program, run_job
-from fault_plan import MOMENTS, Fault, draw, write
 from fault_program import losses_without_faults
 from fault_verdict import Verdict, judge, read_events
 

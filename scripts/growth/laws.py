@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 
-from growth.counting import Count
-from growth.runs import Shape
+from growth.runs import Count, Shape
 
 __all__ = ["ALLOWED", "LAWS", "law_of", "laws_of"]
 

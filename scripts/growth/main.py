@@ -19,10 +19,9 @@ from mpisgd.tools.cli.program import run_program
 from mpisgd.tools.cli.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from growth.counting import Count
 from growth.laws import laws_of
 from growth.programs import everything
-from growth.runs import Shape, count_acts, count_recovery, memory_of_a_group
+from growth.runs import Count, Shape, count_acts, count_recovery, memory_of_a_group
 
 app = typer.Typer(add_completion=False)
 

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training.layout import Layout
 from training.parallelize import parallelize, split_layers
 from training.text_model import VOCABULARY, ModelSize, build_model
-from training.text_pipeline import Scheduled, ScheduleName
-from training.training_pass import Pass, Pipelined, Whole
+from training.training_pass import Pass, Pipelined, Scheduled, ScheduleName, Whole
 
 import mpisgd
 from mpisgd.tools.plan.methods import planned_methods

@@ -3,8 +3,8 @@
 --parallel, --zero 0 1 3          axes of ranks, by torch (cp: training_pass.py)        parallelize.py
 --strategy, --compression         the whole model on every rank                         methods.py
 --zero 2, --offload               the same, with divided gradients and optimizer state  methods.py
---pipeline                        stages by a schedule of mpisgd.pipeline               text_pipeline.py
---layout, --mesh                  tensors by the names of their dimensions              text_dimensions.py
+--pipeline                        stages by a schedule of mpisgd.pipeline               training_pass.py
+--layout, --mesh                  tensors by the names of their dimensions              training_pass.py
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pathlib import Path
 import mpisgd
 from training.layout import Layout, parse_layout
 from training.methods import Method, read_method
-from training.text_pipeline import ScheduleName
+from training.training_pass import ScheduleName
 
 __all__ = ["Division", "Zero", "check_division", "choose_layout", "choose_method"]
 

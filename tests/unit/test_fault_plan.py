@@ -7,7 +7,7 @@ import os
 import random
 
 import pytest
-from fault_plan import MAX_DELAY_S, MOMENTS, Fault, draw, read, write
+from fault_injector import MAX_DELAY_S, MOMENTS, Fault, draw, read, write
 from fault_resources import resources
 from fault_verdict import judge, read_events
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from growth.counting import instructions_of
+from growth.runs import instructions_of
 
 from mpisgd.monitor.deadlock_detector import DeadlockDetector, describe_deadlock, stuck_ranks
 from mpisgd.monitor.hang_report import hang_report
