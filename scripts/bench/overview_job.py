@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LIBRARIES"]
-
 NUM_CLASSES = 10
 
 

@@ -14,8 +14,6 @@ from mpisgd.tools.bench.report.rows import timed_rows
 from mpisgd.tools.bench.report.tables import show, timed_table
 from mpisgd.tools.cli.provenance import provenance
 
-__all__ = ["COMPARISONS", "JsonFile", "tell"]
-
 # By the kind of record: the section of its table, and what it compares with.
 COMPARISONS = {
     "data_parallel": ("model", "ratio_to_ddp", "x DDP"),

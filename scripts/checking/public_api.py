@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["PUBLIC_MODULES", "SNAPSHOT", "describe", "is_release", "released"]
-
 PUBLIC_MODULES = (
     "mpisgd",
     "mpisgd.checkpoint",

@@ -15,8 +15,6 @@ from pathlib import Path
 from mpisgd.tools.verification.method_matrix import Tried
 from mpisgd.tools.verification.refusals import KNOWN, text_of_refusals
 
-__all__ = ["main"]
-
 
 def main(*records: str) -> None:
     """Write the file from records of the matrix."""

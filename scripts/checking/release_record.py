@@ -18,8 +18,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs_site"))
 from measurements import FOLDER, Measurement, Table, parse
 
-__all__ = ["recorded"]
-
 TITLE = "MPI tests"
 COLUMNS = ("case", "Python", "torch", "MPI", "MPI tests in short form, at 2 and at 3 ranks", "date")
 

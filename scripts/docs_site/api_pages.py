@@ -16,8 +16,6 @@ import torch
 import mpisgd
 from mpisgd.lazy_names import modules_of_names
 
-__all__ = ["PAPERS", "documented_names", "pages", "section_of"]
-
 METHODS = Path(mpisgd.__file__).parent / "methods"
 KITS = ("paper_kit", "compression_kit")
 

@@ -18,8 +18,6 @@ from generated_pages import noted
 
 import mpisgd
 
-__all__ = ["as_markdown", "pages", "signature"]
-
 WIDTH = 100  # of a signature on one line
 LISTS = ("Args", "Attributes", "Raises", "Yields")
 SECTION = re.compile(rf"({'|'.join((*LISTS, 'Returns', 'Example'))}):")

@@ -9,8 +9,6 @@ from typing import Any
 
 import typer
 
-__all__ = ["page", "programs"]
-
 SCRIPTS = Path(__file__).resolve().parents[1]
 
 FIRST = """# Commands

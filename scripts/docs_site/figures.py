@@ -31,8 +31,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["generated", "pages", "problems", "with_figures"]
-
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED = Path(__file__).with_name("not_measured.toml")
 

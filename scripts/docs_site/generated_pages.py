@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["is_generated", "noted"]
-
 NOTE = "<!-- Generated from the sources: scripts/docs_site/reference_pages.py --write -->"
 
 

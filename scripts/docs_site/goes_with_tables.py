@@ -13,8 +13,6 @@ from mpisgd.methods import catalogue
 from mpisgd.methods.cast.cast import Cast
 from mpisgd.methods.strategy.goes_with import OPTIONS, SITUATIONS, GoesWith
 
-__all__ = ["PAGE", "generated", "with_tables"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "combinations.md"
 BEGIN, END = "<!-- generated: goes_with_tables.py -->", "<!-- end of generated -->"
 FIRST = ("Synchronous", "Sharded")

@@ -9,8 +9,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["broken_links"]
-
 
 class Links(HTMLParser):
     """The targets of a page's links, and its anchors."""

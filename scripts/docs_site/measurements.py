@@ -22,8 +22,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FOLDER", "Measurement", "Table", "all_measurements", "as_markdown", "parse"]
-
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 # Others are `ranks`, `note` (pages have it, too) and `missing`: what could not be measured.
 REQUIRED = ("command", "machine", "versions", "date")

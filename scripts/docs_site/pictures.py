@@ -16,8 +16,6 @@ from pathlib import Path
 
 from PIL import Image
 
-__all__ = ["look", "report", "screenshot"]
-
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "docs" / "images" / "report.png"
 REPORT_SIZE = (1000, 1210)  # down to the end of the timeline of four ranks

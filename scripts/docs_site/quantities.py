@@ -9,8 +9,6 @@ import bisect
 import itertools
 import re
 
-__all__ = ["BLOCK", "quantities"]
-
 NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 WORD = r"(?:half an?|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty|forty|sixty)"
 TIME = r"(?:nano|micro|milli)?seconds?|minutes?|hours?"

@@ -23,8 +23,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["DOCS", "environment_page", "error_page", "pages", "with_suites"]
-
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SUITES = "reference/suites.md"
 BEGIN, END = "<!-- generated: scripts/suites/suites.toml -->", "<!-- end of generated -->"

@@ -17,16 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = [
-    "MOMENTS",
-    "Fault",
-    "FaultPoints",
-    "Journal",
-    "draw",
-    "read",
-    "write",
-]
-
 # Of a step; `commit` and `checkpoint` come only every few steps.
 MOMENTS = ("between", "forward", "backward", "collective", "update", "commit", "checkpoint")
 

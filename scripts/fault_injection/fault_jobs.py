@@ -16,8 +16,6 @@ from progress import Hung, wait
 from mpisgd.tools.bench.jobs import mpirun as launcher
 from mpisgd.tools.cli.supervision import processes_of
 
-__all__ = ["Ended", "mpirun", "on_hosts", "program", "run_job"]
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GRACE_S = 5.0

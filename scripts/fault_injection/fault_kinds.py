@@ -14,8 +14,6 @@ from fault_jobs import Ended, mpirun, on_hosts, program, run_job
 from fault_program import losses_without_faults
 from fault_verdict import Verdict, judge, read_events
 
-__all__ = ["KINDS", "Outcome", "Round", "obstacle"]
-
 RANKS = 4
 STEPS = 40
 EVERY = 5

@@ -5,8 +5,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["resources"]
-
 NAMELESS = "/memfd:"  # shared memory of mpisgd
 OF_MPI = "/dev/shm/"
 

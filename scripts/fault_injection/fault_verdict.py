@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Verdict", "judge", "read_events"]
-
 TOLERANCE = 1e-6
 # How much more a process may have at the end than in its first world: TCP connections to new ranks.
 SPARE = {"memory": 0, "memory_bytes": 0, "of_mpi": 0, "files": 8}

@@ -56,8 +56,6 @@ from mpisgd.tools.verification.programs.events import (
 )
 from mpisgd.tools.verification.programs.program import Layer, Optimizer, Program
 
-__all__ = ["MAX_RANKS", "draw"]
-
 MAX_RANKS = 4
 OTHER_STRATEGIES = ("chunks", "quorum")  # changes that take another one
 FORGOTTEN = (0.85, 0.05, 0.05, 0.05)  # how many optimizers were deleted before

@@ -27,19 +27,6 @@ from mpisgd.tools.verification.programs.events import (
 )
 from mpisgd.tools.verification.programs.program import ONE_BIT, Optimizer, Program
 
-__all__ = [
-    "by_chunks",
-    "in_files",
-    "started_apart",
-    "with_a_quorum",
-    "with_changes",
-    "with_closures",
-    "with_codes",
-    "with_masters",
-    "with_pauses",
-    "with_uneven_data",
-]
-
 UNEVEN_SHARE = 0.2
 CHUNKS_SHARE = 0.08  # of the programs that compress, or train locally
 CHANGES_SHARE = 0.7  # of the programs in which ranks run out of data

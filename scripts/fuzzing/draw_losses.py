@@ -8,8 +8,6 @@ from mpisgd.tools.verification.programs.events import Broadcast, Commit, Event, 
 from mpisgd.tools.verification.programs.lost_ranks import NOT_UNDONE
 from mpisgd.tools.verification.programs.program import Program
 
-__all__ = ["loses", "with_losses"]
-
 TRIES = 20
 LATE_SHARE = 0.5  # of the losses that come in the middle of something
 HOST_SHARE = 0.3  # of those that are of a host, where there are several

@@ -25,9 +25,6 @@ from mpisgd.tools.verification.programs.program import Program, parse
 from mpisgd.tools.verification.programs.python_text import python_text
 from mpisgd.tools.verification.programs.threads_backend import ThreadsBackend
 
-__all__ = ["Backend", "Fault", "Report", "fuzz", "main"]
-
-
 MOST_DRAWN = 1000  # for each that is wanted
 
 

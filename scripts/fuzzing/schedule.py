@@ -6,8 +6,6 @@ from typing import NamedTuple
 from mpisgd.job.threads_as_ranks import Fault, Loss
 from mpisgd.threads.fault_points import FSYNC, RENAME, WRITE
 
-__all__ = ["DISK_KINDS", "KINDS", "WORLD", "Act", "Schedule", "draw"]
-
 KINDS = {
     "sum": 8,
     "broadcast": 3,

@@ -16,8 +16,6 @@ from fuzzing.schedule import WORLD, Act, Schedule
 from mpisgd import checkpoint
 from mpisgd.job.threads_as_ranks import run_ranks
 
-__all__ = ["Disk", "RankDisk"]
-
 OF_A_DISK = re.compile("No space left on device|Input/output error")
 NONE_THERE = "holds no whole checkpoint"
 KEPT = 2  # checkpoints, of a save at once

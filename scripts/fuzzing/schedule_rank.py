@@ -14,8 +14,6 @@ from mpisgd.job.groups import close_group
 from mpisgd.threads import scheduling
 from mpisgd.threads.service_thread import InheritingThread
 
-__all__ = ["DONE", "ENDS", "run_schedule"]
-
 DONE = "done"
 ENDS = "ends"  # as too few are left
 

@@ -30,15 +30,6 @@ from mpisgd.job.threads_as_ranks import LOST, RankFailed, run_ranks
 from mpisgd.threads import wait_registry
 from mpisgd.threads.fault_points import ALLOCATE
 
-__all__ = [
-    "LeftOver",
-    "check",
-    "draw",
-    "python_text",
-    "run_schedules",
-    "shrink",
-]
-
 MOST_DRAWS = 2**14
 
 

@@ -19,8 +19,6 @@ from mpisgd.tools.verification.programs.events import (
 )
 from mpisgd.tools.verification.programs.program import ONE_BIT, Layer, Optimizer, Program
 
-__all__ = ["candidates", "shrink"]
-
 
 def shrink(program: Program, kind: str, fails: Callable[[Program], str], *, max_runs: int) -> Program:
     """Return a program from which nothing can be taken away.

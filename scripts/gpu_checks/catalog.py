@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from gpu_checks import endings, streams, trainings
 from gpu_checks.gpu import Finding, Gpu
 
-__all__ = ["CHECKS", "MPI", "NCCL", "Check", "Setting", "planned", "settings"]
-
 NCCL, MPI = "nccl", "mpi"  # as MPISGD_GPU has them; MPI is host memory, or a CUDA-aware MPI
 
 

@@ -15,8 +15,6 @@ from gpu_checks.gpu import Finding, Gpu
 from mpisgd.job.groups import close_group, open_group
 from mpisgd.job.lifecycle import current_job
 
-__all__ = ["abort_and_reopen", "limit_of_a_group", "limit_of_a_wait", "survivors_get_an_error"]
-
 N = 1000
 
 

@@ -14,19 +14,6 @@ from torch import Tensor
 
 import mpisgd
 
-__all__ = [
-    "FAILS",
-    "HOLDS",
-    "LEFT_OUT",
-    "SLEEP_S",
-    "Finding",
-    "Gpu",
-    "LeftOut",
-    "end_simulation",
-    "everyones",
-    "joined",
-]
-
 HOLDS, FAILS, LEFT_OUT = "holds", "FAILS", "left out"
 
 

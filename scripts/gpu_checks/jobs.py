@@ -25,18 +25,6 @@ from gpu_checks.trainings import MAX_RATIO
 from mpisgd.tools.bench.jobs import ERROR, job_environment, mpirun
 from mpisgd.tools.bench.report.rows import OURS, as_bytes, as_time
 
-__all__ = [
-    "BENCHES",
-    "BENCH_LIMIT_S",
-    "SUITE_LIMIT_S",
-    "environment",
-    "launch",
-    "run_bench",
-    "run_check",
-    "run_suite",
-    "tail",
-]
-
 SCRIPTS = Path(__file__).resolve().parent.parent
 RANK: tuple[str, ...] = ("-m", "gpu_checks.rank")  # the program of each rank
 LOG = "log.txt"

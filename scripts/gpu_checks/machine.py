@@ -12,8 +12,6 @@ import torch
 import mpisgd
 from mpisgd.tools.cli.collect_env import mpi_info, rank_info, settings
 
-__all__ = ["commit", "facts", "without_builder"]
-
 ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = ("host", "own_gpu", "affinity", "rank", "node", "launched", "planes")
 

@@ -30,8 +30,6 @@ from gpu_checks.rank import FACTS
 from gpu_checks.report import Report, Result
 from mpisgd.tools.bench.jobs import mpirun
 
-__all__ = ["main"]
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "gpu_check"
 LIMIT_S = 20 * 60.0

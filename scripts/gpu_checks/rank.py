@@ -17,8 +17,6 @@ import mpisgd
 from gpu_checks.catalog import CHECKS
 from gpu_checks.gpu import FAILS, LEFT_OUT, Finding, Gpu, LeftOut, end_simulation
 
-__all__ = ["FACTS"]
-
 FACTS = "facts"  # in place of a check: what machine this is
 TIMEOUT_S = 60.0
 

@@ -12,8 +12,6 @@ from gpu_checks.catalog import MPI, NCCL
 from gpu_checks.gpu import FAILS, HOLDS, LEFT_OUT, Finding
 from mpisgd.tools.bench.report.tables import new_table, show, tables_of
 
-__all__ = ["Report", "Result"]
-
 SEEN = 150  # characters of what was seen where a check holds; all of it is in the JSON
 
 

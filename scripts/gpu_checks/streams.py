@@ -22,18 +22,6 @@ from mpisgd.job.lifecycle import world
 from mpisgd.threads.service_thread import InheritingThread
 from mpisgd.torch_backend import bf16_compress
 
-__all__ = [
-    "by_backend",
-    "by_ddp_hook",
-    "by_hook",
-    "by_mpisgd",
-    "by_nccl_of_torch",
-    "crossing",
-    "of_horovod",
-    "of_packed_tensors",
-    "own_gpu_only",
-]
-
 N = 1000
 
 

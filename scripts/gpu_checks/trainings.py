@@ -19,14 +19,6 @@ import mpisgd
 from gpu_checks.gpu import Finding, Gpu, LeftOut
 from mpisgd.job.lifecycle import current_job
 
-__all__ = [
-    "compiled_model",
-    "embedding_below_gpu",
-    "large_model",
-    "operation_in_a_graph",
-    "overflow_with_offload",
-]
-
 WORDS, EMBEDDED, NUM_WORDS = 50, 8, 6
 JOINED_TOLERANCE = 1e-9  # of float64
 

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 
 from growth.runs import Count, Shape
 
-__all__ = ["ALLOWED", "LAWS", "law_of", "laws_of"]
-
 # In the order of their growth. Between few hosts each sends to each, so that these are those of more.
 LAWS: Mapping[str, Callable[[Shape], float]] = {
     "1": lambda shape: 1.0,

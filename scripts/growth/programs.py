@@ -13,8 +13,6 @@ from mpisgd import checkpoint, compress
 from mpisgd.job.groups import close_group
 from mpisgd.methods.catalogue import strategies, text_of
 
-__all__ = ["PAIRWISE", "Acts", "everything", "methods"]
-
 Acts = Mapping[str, Callable[[], Any]]
 
 PAIRWISE = ("all_to_all, sizes",)  # each rank sends each other one a message, as MPI's own does

@@ -20,18 +20,6 @@ from mpisgd.job.lifecycle import current_job
 from mpisgd.job.threads_as_ranks import LOST, lose_ranks, run_ranks
 from mpisgd.transport.loopback.traffic import Traffic
 
-__all__ = [
-    "Count",
-    "Shape",
-    "count_acts",
-    "count_recovery",
-    "counted",
-    "instructions_of",
-    "memory_of_a_group",
-    "so_far",
-    "traffic_of_this_rank",
-]
-
 NETWORK = "/transport/loopback/"
 
 

@@ -24,8 +24,6 @@ from mpisgd.tools.plan.files import link_from_times
 from mpisgd.tools.plan.steps.job import PlannedJob
 from mpisgd.tools.plan.steps.step_time import rounds_of_graph
 
-__all__ = ["all_reduce_seconds", "broadcast_numbers", "compression_seconds", "measure_cluster"]
-
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE, OUT_OF_ALL_CACHES = 2**23, 2**26
 BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides

@@ -18,8 +18,6 @@ from mpisgd.tools.plan.models.gpt import gpt
 from mpisgd.tools.plan.models.model import Model
 from mpisgd.tools.plan.steps.parallel import Parallel
 
-__all__ = ["DIVIDED", "EXAMPLES", "ONE_EXAMPLE", "SIZE", "TextTraining", "text_sizes", "text_trainings"]
-
 SIZE = ModelSize(num_layers=8, num_heads=8, dim=256, context=128)
 EXAMPLES = 4  # of a rank
 ONE_EXAMPLE, DIVIDED = "one example", "divided over one rank"

@@ -12,19 +12,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = [
-    "OUTCOMES",
-    "OVER",
-    "PHASES",
-    "Port",
-    "announce",
-    "await_all",
-    "leave_root",
-    "meet",
-    "visit",
-    "welcome",
-]
-
 LIMIT_S = 60.0
 NOBODY = 65534
 LISTENS = "0A"

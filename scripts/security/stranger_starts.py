@@ -37,8 +37,6 @@ LOG_CHARACTERS = 4000
 NEW_NETWORK, NEW_USERS = 0x40000000, 0x10000000  # of unshare(2)
 SET_FLAGS, IS_UP = 0x8914, 1  # of an interface
 
-__all__ = ["Outcome", "obstacles", "run"]
-
 
 class Outcome(NamedTuple):
     """What became of the attempts.

@@ -24,8 +24,6 @@ from mpisgd.config import launcher_rank, launcher_size
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AFTER_FAILURE", "Recorder", "Tests", "check_equal_weights", "main", "of_case", "run_program"]
-
 Tests = Mapping[str, Callable[[], object]]
 AFTER_FAILURE = 9  # exit code of a job whose last test has failed
 ERROR = re.compile(r"^\w[\w.]*(?:: .*)?$", re.MULTILINE)  # in a traceback, the exception

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from jobs import CannotRun
 
-__all__ = ["horovod_tests", "job_settings", "make_environment"]
-
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-suites"
 

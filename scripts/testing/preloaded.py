@@ -55,8 +55,6 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor  # noqa: E402
 import typer  # noqa: E402
 
-__all__: list[str] = []
-
 NUM_FILES = 3
 MOST_BYTES = 2**20
 
@@ -275,6 +273,7 @@ def keep_preloaded() -> None:
 
 
 def main(path: str, executable: str, *modules: str) -> None:
+    """Serve at a socket; in a child, run its program."""
     load_typer()
     for module in modules:
         importlib.import_module(module)

@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["preloaded_python"]
-
 # What preloaded.py cannot do as Python does it has a start of Python.
 PROGRAM = """#!/bin/sh
 case "$1" in -[Wcm] | [!-]*) exec {python} -I -S {client} {path} "$@" ;; esac

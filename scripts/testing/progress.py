@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-__all__ = ["QUIET_S", "Hung", "run", "stop", "wait"]
-
 QUIET_S = 180.0  # three times what any program of the tests takes that says nothing before its end
 LOOK_S = 0.5
 END_S = 10.0

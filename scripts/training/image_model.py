@@ -7,17 +7,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = [
-    "DEFAULT_LR",
-    "REFERENCE_BATCH",
-    "ModelName",
-    "OptimizerName",
-    "build_model",
-    "build_optimizer",
-    "scaled_lr",
-    "warm_up",
-]
-
 
 class ModelName(str, Enum):
     """What --model takes."""

@@ -22,8 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mpisgd import JobError
 from training.text_model import ModelSize
 
-__all__ = ["AXES", "Layout", "check_fit", "parse_layout"]
-
 AXES = ("dp", "cp", "tp", "pp")
 
 

@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 import mpisgd
 from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
 
-__all__ = ["CompressionOption", "Method", "StrategyOption", "common_model", "finish", "read_method"]
-
 StrategyOption = Annotated[
     str,
     typer.Option(

@@ -18,8 +18,6 @@ import mpisgd
 from training.division import Division
 from training.methods import Method
 
-__all__ = ["OptimizerName", "OptimizerOption", "make_optimizer", "method_for"]
-
 REST = ("embedding", "head")  # of the GPT: what AdamW updates although it has matrices
 
 

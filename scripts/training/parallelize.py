@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from training.layout import Layout
 from training.text_model import GPT
 
-__all__ = ["parallelize", "reduces_gradients"]
-
 
 def parallelize(model: GPT, layout: Layout, mesh: DeviceMesh, *, drops_layers: bool = False) -> nn.Module:
     """This rank's part of `model`; backward() averages its gradients over dp and cp. Collective.

@@ -9,8 +9,6 @@ from torch import Tensor
 import mpisgd
 from training.image_data import DataError
 
-__all__ = ["everywhere", "mean_over_ranks", "on_rank_0", "or_job_error"]
-
 T = TypeVar("T")
 
 

@@ -18,17 +18,6 @@ from mpisgd.config import launcher_rank
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = [
-    "Epoch",
-    "TensorBoard",
-    "Terminal",
-    "append_metrics",
-    "check_identity",
-    "check_tensorboard",
-    "check_writable",
-    "save_plot",
-]
-
 
 @dataclass(frozen=True)
 class Epoch:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from training.image_data import DataError
 
-__all__ = ["load", "random_sequences"]
-
 # Of the standard library: other people's packages, and tests that are data rather than programs.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["GPT", "VOCABULARY", "Attention", "Block", "ModelSize", "build_model", "mean_loss"]
-
 VOCABULARY = 256  # bytes
 INITIAL_STD = 0.02
 

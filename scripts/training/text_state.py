@@ -35,8 +35,6 @@ from training.methods import common_model
 from training.ranks import everywhere, on_rank_0
 from training.records import check_identity
 
-__all__ = ["read_run", "read_state", "write_checkpoint"]
-
 # Flat: the state of a parameter goes by its name, wherever it is in the optimizer of this stage.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -14,8 +14,6 @@ from mpisgd import checkpoint
 from training.ranks import or_job_error
 from training.records import Epoch, check_identity
 
-__all__ = ["Checkpointer", "Training", "resume_from"]
-
 
 class Training(Protocol):
     """What is trained, and how it went so far."""

@@ -37,17 +37,6 @@ from training.layout import Layout
 from training.parallelize import keep_stage, reduces_gradients
 from training.text_model import GPT, mean_loss
 
-__all__ = [
-    "InParts",
-    "LaidOut",
-    "Pass",
-    "Pipelined",
-    "ScheduleName",
-    "Scheduled",
-    "Whole",
-    "read_mesh_layout",
-]
-
 
 class Pass:
     """What a step does with a batch.

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["METHODS", "SHAPES", "Division", "drawn", "rows_of"]
-
 SHAPES = ((3,), (2, 5), (7,))
 SYNCHRONOUS = (
     "",

@@ -16,8 +16,6 @@ from mpisgd.job.threads_as_ranks import run_ranks
 from uneven.division import METHODS, Division, drawn
 from uneven.training import in_one_process, train
 
-__all__ = ["differing", "try_division"]
-
 
 def differing(division: Division, rank: int, mine: Sequence[Tensor]) -> str:
     """Return where a rank has other bits than one process, "" if nowhere."""

@@ -14,8 +14,6 @@ import mpisgd
 from mpisgd.tools.verification.programs.option_text import evaluated
 from uneven.division import NO_SYNC, PASSES, SHAPES, Division, rows_of
 
-__all__ = ["in_one_process", "train"]
-
 RATE, MOMENTUM, DECAY, MAX_NORM, SCALE = 0.25, 0.5, 0.5, 0.5, 4.0
 
 
