@@ -18,11 +18,7 @@ from mpisgd.accelerator.buffers import on_host
 from mpisgd.accelerator.own_streams import OwnStreams
 from mpisgd.accelerator.runtime import on_device, runtime
 
-__all__ = [
-    "AHEAD_BYTES",
-    "copy_tree",
-    "prefetch_to_host",
-]
+__all__ = ["AHEAD_BYTES", "copy_tree", "prefetch_to_host"]
 
 
 def copy_tree(source: Any, into: Any = None) -> Any:

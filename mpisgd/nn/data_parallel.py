@@ -13,9 +13,8 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.nn.batch_outline import BatchOutline, TensorOutline, agree_on_batch
 from mpisgd.nn.data_parallel_functions import CopyAndScatter, GatherOutputs, new_token
-from mpisgd.nn.outcomes import gather_outcomes
 from mpisgd.nn.output_rows import join_outputs
-from mpisgd.nn.row_exchange import RowExchange
+from mpisgd.nn.row_exchange import RowExchange, gather_outcomes
 
 __all__ = ["DataParallel"]
 

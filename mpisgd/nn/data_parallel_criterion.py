@@ -13,8 +13,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.nn.batch_outline import BatchOutline, agree_on_batch
 from mpisgd.nn.data_parallel_functions import MeanLoss, new_token
-from mpisgd.nn.outcomes import gather_outcomes
-from mpisgd.nn.row_exchange import RowExchange
+from mpisgd.nn.row_exchange import RowExchange, gather_outcomes
 
 __all__ = ["DataParallelCriterion"]
 

@@ -2,19 +2,48 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.all_to_all import all_to_all_single
 from mpisgd.collectives.broadcast import broadcast
 from mpisgd.collectives.coalesced import broadcast_coalesced
+from mpisgd.collectives.objects import all_gather_object
 from mpisgd.collectives.reduce import reduce
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 
-__all__ = ["RowExchange", "split_rows"]
+__all__ = ["RowExchange", "gather_outcomes", "split_rows"]
+
+
+def gather_outcomes(group: Group, outcome: Any, problem: Exception | None) -> list[Any]:
+    """Return the outcomes of all ranks, on every rank. Collective.
+
+    Args:
+        group: the ranks.
+        outcome: of this one, to be pickled.
+        problem: what it has raised instead.
+
+    Raises:
+        Exception: what a rank has raised, of its type and with its traceback in the text; on every rank.
+    """
+    if problem is not None:
+        where = f"on rank {group.ranks[group.rank]}"
+        raised = (type(problem), problem, problem.__traceback__)
+        outcome = ExceptionWrapper(raised, where)  # type: ignore[no-untyped-call]
+    everyone: list[Any] = [None] * group.size
+    all_gather_object(everyone, outcome, group)
+    if problem is not None:
+        raise problem
+    for theirs in everyone:
+        if isinstance(theirs, ExceptionWrapper):
+            theirs.reraise()  # type: ignore[no-untyped-call]
+    return everyone
+
 
 BUCKET_CAP_BYTES = 25 * 2**20
 

@@ -15,8 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs_site"))
 from measurements import FOLDER, Measurement, Table, parse
 
-from mpisgd.tools.bench.report.colours import colours_and_styles
-from mpisgd.tools.bench.report.plots import need_matplotlib, plot
+from mpisgd.tools.bench.report.plots import colours_and_styles, need_matplotlib, plot
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SPREAD, PEAKS = ("median", "min", "max"), ("peak", "min", "max")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpisgd.tools.bench.report.colours import colours_and_styles
+from mpisgd.tools.bench.report.plots import colours_and_styles
 from mpisgd.tools.plan.cluster import Cluster, Link
 from mpisgd.tools.plan.methods import planned_methods
 from mpisgd.tools.plan.models.blocks import Block

@@ -186,7 +186,7 @@ def draw(path: Path, results: dict[Shape, dict[str, float]]) -> None:
     """Draw each quantity over the ranks, a line for each number of hosts; dashed: what it is beside."""
     from matplotlib import pyplot
 
-    from mpisgd.tools.bench.report.colours import COLOURS
+    from mpisgd.tools.bench.report.plots import COLOURS
 
     figure, grid = pyplot.subplots(5, 2, figsize=(9, 15), layout="constrained")
     numbers = list(dict.fromkeys(shape.hosts for shape in results))

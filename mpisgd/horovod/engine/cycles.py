@@ -16,9 +16,8 @@ from mpisgd.core.group import Group
 from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine import stall_inspector
 from mpisgd.horovod.engine.entry import Entry, fail
-from mpisgd.horovod.engine.exchange import RequestCache, exchange
 from mpisgd.horovod.engine.operations import perform_operation
-from mpisgd.horovod.engine.request import Request
+from mpisgd.horovod.engine.request import Request, RequestCache, exchange
 from mpisgd.horovod.engine.request_table import WORLD, Decision, RequestTable, fuse
 from mpisgd.horovod.engine.settings import Settings
 from mpisgd.horovod.engine.stall_inspector import NameConflicts, StallInspector, engine_wait, main_stack

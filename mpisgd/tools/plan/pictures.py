@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpisgd.tools.bench.report.colours import COLOURS, colours_and_styles
-from mpisgd.tools.bench.report.plots import need_matplotlib
+from mpisgd.tools.bench.report.plots import COLOURS, colours_and_styles, need_matplotlib
 from mpisgd.tools.bench.report.rows import as_time
 from mpisgd.tools.plan.prediction import Prediction
 from mpisgd.tools.plan.simulation.engine import Task

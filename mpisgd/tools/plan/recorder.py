@@ -27,13 +27,7 @@ from mpisgd.tools.plan.files import read_step, write_step
 from mpisgd.tools.plan.models.model import OPTIMIZERS, Gradient, StepProfile
 from mpisgd.tools.plan.models.saved_bytes import SavedBytes
 
-__all__ = [
-    "RecordedStep",
-    "StepRecorder",
-    "main",
-    "measure_step",
-    "median_step",
-]
+__all__ = ["RecordedStep", "StepRecorder", "main", "measure_step", "median_step"]
 
 TAIL_LINES = 12
 LIMIT_S = 300.0  # of the program

@@ -13,7 +13,7 @@ from reductions import near
 from verdicts import everyone, referee
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine import exchange
+from mpisgd.horovod.engine import request as requests
 
 F64 = torch.float64
 
@@ -193,11 +193,11 @@ def test_handles_that_nobody_synchronizes():
 
 def test_a_steady_loop_tells_of_known_names_by_a_bit_each(monkeypatch):
     names, said = [f"steady.{i}" for i in range(70)], []
-    everything = exchange.all_gather_object
+    everything = requests.all_gather_object
     x = torch.ones(3)
     for turn in range(3):
         if turn == 1:
-            monkeypatch.setattr(exchange, "all_gather_object", lambda *a: said.append(a) or everything(*a))
+            monkeypatch.setattr(requests, "all_gather_object", lambda *a: said.append(a) or everything(*a))
         for handle in [hvd.allreduce_async(x, name=name, op=hvd.Sum) for name in shuffled(names, turn)]:
             assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
     everyone(not said, f"{len(said)} cycles told of new requests")

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.horovod.engine.exchange import RequestCache
-from mpisgd.horovod.engine.request import Request
+from mpisgd.horovod.engine.request import Request, RequestCache
 from mpisgd.horovod.engine.request_table import WORLD, Decision, RequestTable, fuse
 
 SIZE, ROUNDS, NAMES = 3, 4, 5

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.horovod.engine.exchange import RequestCache
-from mpisgd.horovod.engine.request import Request
+from mpisgd.horovod.engine.request import Request, RequestCache
 
 
 def request(number: int) -> Request:

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.methods.from_text import OptimizerChoice
 
-__all__ = [
-    "ByteGPT",
-    "Digits",
-    "Task",
-    "Text",
-    "sent_bytes",
-]
+__all__ = ["ByteGPT", "Digits", "Task", "Text", "sent_bytes"]
 
 
 class Task(abc.ABC):

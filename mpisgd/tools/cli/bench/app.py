@@ -54,16 +54,7 @@ from mpisgd.tools.cli.program import OF_PROGRAM
 from mpisgd.tools.cli.provenance import provenance
 from mpisgd.tools.cli.record import Output, log_rows, measure_in_job, title
 
-__all__ = [
-    "bench",
-    "checks",
-    "collectives",
-    "memory",
-    "offload",
-    "overlap",
-    "scaling",
-    "step",
-]
+__all__ = ["bench", "checks", "collectives", "memory", "offload", "overlap", "scaling", "step"]
 
 
 def collectives(

@@ -15,12 +15,7 @@ from mpisgd.tools.plan.simulation.collectives import AUTO, busiest_bytes, cost_o
 from mpisgd.tools.plan.simulation.costs import Cost
 from mpisgd.tools.plan.simulation.engine import Span, Task, simulate
 
-__all__ = [
-    "COMMUNICATION",
-    "COMPUTE",
-    "PlannedStep",
-    "StepGraph",
-]
+__all__ = ["COMMUNICATION", "COMPUTE", "PlannedStep", "StepGraph"]
 
 
 @dataclass(frozen=True)

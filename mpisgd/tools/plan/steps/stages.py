@@ -30,14 +30,7 @@ from mpisgd.tools.plan.simulation.messages import shift
 from mpisgd.tools.plan.steps.job import PlannedJob
 from mpisgd.tools.plan.steps.parallel import Grid, Parallel, grid_of
 
-__all__ = [
-    "DividedModel",
-    "PlannedStage",
-    "divide",
-    "message_cost",
-    "stages_of",
-    "sum_cost",
-]
+__all__ = ["DividedModel", "PlannedStage", "divide", "message_cost", "stages_of", "sum_cost"]
 
 GRADIENT_BYTES = 4  # of an element of keys, at least
 

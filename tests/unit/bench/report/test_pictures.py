@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpisgd.tools.bench.report.colours import COLOURS, colour_of, colours_and_styles
-from mpisgd.tools.bench.report.plots import add_legend
+from mpisgd.tools.bench.report.plots import COLOURS, add_legend, colour_of, colours_and_styles
 
 
 @pytest.mark.parametrize(
