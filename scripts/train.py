@@ -212,10 +212,7 @@ def accuracy(model: nn.Module, batches: Iterable[Batch]) -> float:
 
 
 def run_epochs(
-    training: Training,
-    test_loader: DataLoader[Batch],
-    num_epochs: int,
-    after_step: Callable[[], object],
+    training: Training, test_loader: DataLoader[Batch], num_epochs: int, after_step: Callable[[], object]
 ) -> Iterator[Epoch]:
     """Train until the history has `num_epochs` epochs, and give out the figures of each."""
     order = training.batches.sampler

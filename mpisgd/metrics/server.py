@@ -116,10 +116,6 @@ class MetricsServer:
 
     def _family(self, number: Number) -> Any:
         kind, meaning = FAMILIES[number.name]
-        labels = [
-            "host",
-            *([] if number.rank is None else ["rank"]),
-            *(["medium"] if number.medium else []),
-        ]
+        labels = ["host", *([] if number.rank is None else ["rank"]), *(["medium"] if number.medium else [])]
         family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
         return family(number.name, meaning, labels=labels)

@@ -90,12 +90,7 @@ class Worker:
 
         with preferred_interface(interface):
             self._agent_store = start_agent(
-                self._store,
-                agreement.names,
-                rank,
-                agreement.options,
-                agreement.devices,
-                once_listening=shut,
+                self._store, agreement.names, rank, agreement.options, agreement.devices, once_listening=shut
             )
 
     def _admit_hosts(self) -> None:

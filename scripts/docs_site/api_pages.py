@@ -125,10 +125,7 @@ SUBPACKAGES = {
 }
 
 # Classes that nobody imports: their methods are shown as those of the public class that is made of them.
-PARTS = {
-    "Operations": "mpisgd.torch_backend.ProcessGroupMpisgd",
-    "SavedState": "mpisgd.DistributedOptimizer",
-}
+PARTS = {"Operations": "mpisgd.torch_backend.ProcessGroupMpisgd", "SavedState": "mpisgd.DistributedOptimizer"}
 
 # Names without a docstring of ours, by module: what they are.
 OTHERS = {

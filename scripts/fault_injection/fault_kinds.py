@@ -159,11 +159,7 @@ def _elastic(folder: Path, *options: str, num_ranks: int = RANKS) -> list[str]:
 
 
 def _one(kind: str, turn: Round, **options: object) -> Fault:
-    choices = {
-        "ranks": range(RANKS),
-        "steps": range(EVERY + 1, STEPS - 2),
-        "moments": IN_MEMORY,
-    }
+    choices = {"ranks": range(RANKS), "steps": range(EVERY + 1, STEPS - 2), "moments": IN_MEMORY}
     return draw(kind, turn.rng, every=EVERY, **{**choices, **options})  # type: ignore[arg-type]
 
 

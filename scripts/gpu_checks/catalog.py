@@ -46,11 +46,7 @@ class Check:
 CHECKS = {
     check.name: check
     for check in (
-        Check(
-            "future",
-            "a future is used on another stream than that of its operation",
-            streams.by_mpisgd,
-        ),
+        Check("future", "a future is used on another stream than that of its operation", streams.by_mpisgd),
         Check("future-backend", 'the same, by the backend "mpisgd"', streams.by_backend),
         Check(
             "future-nccl", "the same, by torch's own NCCL: a control", streams.by_nccl_of_torch, by=(NCCL,)
@@ -76,9 +72,7 @@ CHECKS = {
         ),
         Check("wait-again", "a wait that ends early can be repeated", endings.limit_of_a_wait),
         Check(
-            "group-timeout",
-            "a busy GPU past the group's timeout ends no process",
-            endings.limit_of_a_group,
+            "group-timeout", "a busy GPU past the group's timeout ends no process", endings.limit_of_a_group
         ),
         Check(
             "reopen",

@@ -36,10 +36,7 @@ OVERSUBSCRIBE = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
 # Else Open MPI gives each of one or two ranks a single core, however many there are.
-UNBOUND = {
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-}
+UNBOUND = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
 END_S = 5.0
 ERROR = re.compile(r"(mpisgd\.[\w.]+|[\w.]+(Error|Exception)): ")  # the last line of a traceback
 # Runs a command that gets a signal (PR_SET_PDEATHSIG) when its parent ends, whatever ends that.

@@ -58,11 +58,7 @@ class OffloadPlan:
     def offload(self, mode: str) -> Offload:
         """Return the description for one mode of I/O."""
         return Offload(
-            self.folder,
-            prefetch=self.prefetch,
-            block_bytes=self.block_bytes,
-            io=mode,
-            checksum=self.checksum,
+            self.folder, prefetch=self.prefetch, block_bytes=self.block_bytes, io=mode, checksum=self.checksum
         )
 
     @property

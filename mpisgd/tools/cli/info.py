@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["info"]
 
 
-def info(
-    as_json: bool = typer.Option(False, "--json", help="Print everything as JSON."),
-) -> None:
+def info(as_json: bool = typer.Option(False, "--json", help="Print everything as JSON.")) -> None:
     """Show what mpisgd finds here: alone, or for a whole job under mpirun."""
     # Here, since they load torch: seconds that `--help` need not take.
     from mpisgd.tools.cli.collect_env import mpi_info, rank_info, settings

@@ -87,8 +87,7 @@ def verify(
         ),
     ] = "",
     method: Annotated[
-        str,
-        typer.Option(metavar="MODULE:CALL", help="Verify only this strategy or compressor of your own."),
+        str, typer.Option(metavar="MODULE:CALL", help="Verify only this strategy or compressor of your own.")
     ] = "",
     refusals: Annotated[
         bool, typer.Option("--refusals", help="Print why methods are refused in situations.")

@@ -57,11 +57,7 @@ def draw_throughput(path: Path, predictions: Sequence[Prediction], title: Sequen
     sizes = sorted({each.cluster.size for each in predictions})
     alone = [max(_alone(each) for each in predictions if each.cluster.size == size) for size in sizes]
     ax.plot(sizes, alone, "--", color="black", linewidth=1, label="no communication", zorder=1)
-    ax.set(
-        xscale="log",
-        xlabel="ranks",
-        ylabel="examples per second of a rank",
-    )
+    ax.set(xscale="log", xlabel="ranks", ylabel="examples per second of a rank")
     ax.set_title(_wrapped(title), fontsize=10)
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.minorticks_off()

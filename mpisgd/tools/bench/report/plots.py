@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpisgd.errors import JobError
-from mpisgd.tools.bench.report.rows import (
-    AS_TEXT,
-    LIMIT,
-    OURS,
-    PING_PONG,
-    as_bytes,
-    unit_of,
-)
+from mpisgd.tools.bench.report.rows import AS_TEXT, LIMIT, OURS, PING_PONG, as_bytes, unit_of
 from mpisgd.tools.bench.report.tables import FORMATS
 
 __all__ = ["COLOURS", "GREY", "colour_of", "colours_and_styles", "need_matplotlib", "plot"]

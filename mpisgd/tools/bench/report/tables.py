@@ -72,14 +72,7 @@ FORMATS = {
     "scaling": TableFormat(
         "scaling",
         "batch",
-        [
-            RANKS,
-            THREADS,
-            *SPREAD,
-            EXAMPLES,
-            _number("efficiency", "efficiency", ".0%"),
-            ONE_PROCESS,
-        ],
+        [RANKS, THREADS, *SPREAD, EXAMPLES, _number("efficiency", "efficiency", ".0%"), ONE_PROCESS],
     ),
     "layout": TableFormat(
         "ranks and threads: time for a batch of the program",

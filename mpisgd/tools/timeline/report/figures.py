@@ -12,15 +12,7 @@ import numpy as np
 from mpisgd.timeline.accounts import MEDIA, Activity, Division, Floats, is_wait
 from mpisgd.tools.timeline.summary import Execution
 
-__all__ = [
-    "Link",
-    "MemoryFigures",
-    "Steps",
-    "divisions_of",
-    "links_of",
-    "memory_of",
-    "steps_of",
-]
+__all__ = ["Link", "MemoryFigures", "Steps", "divisions_of", "links_of", "memory_of", "steps_of"]
 
 
 Event = dict[str, Any]

@@ -12,13 +12,7 @@ import numpy as np
 
 from mpisgd.errors import InvalidArgument
 from mpisgd.timeline.accounts import Division, Floats
-from mpisgd.tools.timeline.report.excerpt import (
-    KINDS,
-    Excerpt,
-    excerpt_of,
-    slowest_steps,
-    typical_steps,
-)
+from mpisgd.tools.timeline.report.excerpt import KINDS, Excerpt, excerpt_of, slowest_steps, typical_steps
 from mpisgd.tools.timeline.report.figures import (
     MemoryFigures,
     Steps,
