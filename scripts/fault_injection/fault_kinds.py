@@ -154,8 +154,8 @@ def _told(faults: Sequence[Fault]) -> str:
     )
 
 
-def _elastic(folder: Path, *options: str, num_ranks: int = RANKS) -> list[str]:
-    return [*mpirun(num_ranks, *SURVIVING), *program(str(folder), "--elastic", f"--steps={STEPS}", *options)]
+def _elastic(folder: Path, *options: str) -> list[str]:
+    return [*mpirun(RANKS, *SURVIVING), *program(str(folder), "--elastic", f"--steps={STEPS}", *options)]
 
 
 def _one(kind: str, turn: Round, **options: object) -> Fault:
@@ -211,9 +211,9 @@ def stop_for_ever(turn: Round) -> Outcome:
     return ended_well("stop-for-ever", turn, fault, command, [f"rank {fault.rank}"])
 
 
-def _on_two_hosts(turn: Round, hosts: str, options: str = "--with-ft ulfm") -> list[str]:
+def _on_two_hosts(turn: Round, hosts: str) -> list[str]:
     arguments = program(str(turn.folder), "--elastic", f"--steps={STEPS}")
-    return [*on_hosts(hosts, options), *arguments]
+    return [*on_hosts(hosts, " ".join(SURVIVING)), *arguments]
 
 
 def kill_on_two_hosts(turn: Round) -> Outcome:

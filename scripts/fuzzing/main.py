@@ -162,7 +162,8 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     if chosen.schedules:
         scheduled = range(chosen.seed, chosen.seed + chosen.schedules)
-        return int(run_schedules(scheduled, writes=chosen.disk_faults) > 0)
+        limits = {"max_faults": chosen.max_faults, "shrink_runs": chosen.shrink_runs}
+        return int(run_schedules(scheduled, writes=chosen.disk_faults, **limits) > 0)
     seeds = range(chosen.seed, chosen.seed + chosen.programs * (MOST_DRAWN if chosen.containing else 1))
     if chosen.only is not None:
         seeds = range(chosen.only, chosen.only + 1)

@@ -24,6 +24,7 @@ from progress import Hung, stop, wait
 from suite_stages import EXTRAS, FRESH, ROOT, Stage, can_simulate_gpus, plan, sees_gpu
 
 OUTPUT = ROOT / "runs" / "tests"
+LOG_LINES = 100  # of a log, at its end
 
 # What tests import beside torch, and takes as long; none of it loads MPI.
 PRELOADED = ("torch._dynamo", "pytest", "mpisgd.checkpoint", "mpisgd.optim.distributed")
@@ -146,22 +147,22 @@ def failures(report: Path) -> set[str]:
     return {name for name, outcome in outcomes(report).items() if outcome == "failed"}
 
 
-def show_logs(stage: Stage, num_lines: int = 100) -> None:
+def show_logs(stage: Stage) -> None:
     """Print the ends of the logs that say something new: rank 0's, and of ranks that failed otherwise."""
     known: set[str] = set()
     for rank in range(stage.num_reports):
         found = failures(output_of(stage) / f"rank-{rank}.xml")
         if rank == 0 or not found <= known:
-            show_log(output_of(stage) / f"rank-{rank}.log", num_lines)
+            show_log(output_of(stage) / f"rank-{rank}.log")
         known |= found
-    show_log(output_of(stage) / "launcher.log", num_lines)
+    show_log(output_of(stage) / "launcher.log")
 
 
-def show_log(log: Path, num_lines: int) -> None:
+def show_log(log: Path) -> None:
     """Print the end of a log, if it has anything to say."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     if lines:
-        print(f"--- {log.relative_to(OUTPUT.parent)}", *lines[-num_lines:], sep="\n")
+        print(f"--- {log.relative_to(OUTPUT.parent)}", *lines[-LOG_LINES:], sep="\n")
 
 
 class Turns:
