@@ -1,6 +1,5 @@
 """What to change: the best prediction again with one thing better than it is."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mpisgd
@@ -41,27 +40,20 @@ def changes(
 ) -> list[Change]:
     """Return the time that each part of the cluster would save if it were twice as fast; most first."""
     now = predict(cluster, profile, method, options).step_s
-    tried: dict[str, Callable[[], Prediction]] = {
-        "ranks that compute twice as fast": lambda: predict(
-            cluster, profile.slower(1 / TWICE), method, options
-        ),
-        "an optimizer twice as fast": lambda: predict(
-            cluster, replace(profile, optimizer_s=profile.optimizer_s / TWICE), method, options
-        ),
-        "half the latency": lambda: predict(with_faster(cluster, "latency", TWICE), profile, method, options),
-        "ranks of a host joined twice as fast": lambda: predict(
-            with_faster(cluster, "within", TWICE), profile, method, options
-        ),
+    tried = {
+        "ranks that compute twice as fast": (cluster, profile.slower(1 / TWICE)),
+        "an optimizer twice as fast": (cluster, replace(profile, optimizer_s=profile.optimizer_s / TWICE)),
+        "half the latency": (with_faster(cluster, "latency", TWICE), profile),
+        "ranks of a host joined twice as fast": (with_faster(cluster, "within", TWICE), profile),
     }
     if cluster.hosts > 1:
-        tried["links between hosts twice as fast"] = lambda: predict(
-            with_faster(cluster, "between", TWICE), profile, method, options
-        )
+        tried["links between hosts twice as fast"] = (with_faster(cluster, "between", TWICE), profile)
     if cluster.compute_spread:
-        tried["ranks of equal speed"] = lambda: predict(
-            replace(cluster, compute_spread=0.0), profile, method, options
-        )
-    found = [Change(what, then, 1 - then / now) for what, run in tried.items() for then in [run().step_s]]
+        tried["ranks of equal speed"] = (replace(cluster, compute_spread=0.0), profile)
+    found = []
+    for what, (there, step) in tried.items():
+        then = predict(there, step, method, options).step_s
+        found.append(Change(what, then, 1 - then / now))
     return sorted(found, key=lambda change: -change.saved)
 
 
