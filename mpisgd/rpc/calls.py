@@ -1,25 +1,52 @@
 """`rpc_sync`, `rpc_async`, `remote`: torch's, with waits that the stall monitor knows and ranks in errors."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mpisgd.arguments import check_callable, shown
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, NotInitialized, PeerLost
-from mpisgd.rpc.outstanding import Call, add_outstanding, remove_outstanding
 from mpisgd.rpc.tensorpipe import available, check_references_work, is_running
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
-__all__ = ["Future", "get_worker_info", "remote", "rpc_async", "rpc_sync"]
+__all__ = ["Future", "get_worker_info", "outstanding_calls", "remote", "rpc_async", "rpc_sync"]
 
 UNSET_TIMEOUT = -1.0  # torch's sign for the timeout of `init_rpc`
 # What torch says, in C++, where an answer did not come in time, and where a connection has ended.
 TIMED_OUT = "RPC ran for more than set timeout"
 CONNECTION_ENDED = "(this error originated at tensorpipe/"
 RAISED_THERE = "On WorkerInfo("
+
+_numbers = itertools.count()
+_outstanding: dict[int, "Call"] = {}  # without an answer yet
+
+
+class Call(NamedTuple):
+    """A call of a function on another rank.
+
+    Attributes:
+        kind: `rpc_sync`.
+        function: its name.
+        worker: the name of the worker that runs it.
+        rank: the rank of that worker.
+    """
+
+    kind: str
+    function: str
+    worker: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.function} on {self.worker!r}"
+
+
+def outstanding_calls() -> list[Call]:
+    """Return the calls of this rank that have no answer yet, the oldest first."""
+    return list(_outstanding.copy().values())
 
 
 def rpc_sync(
@@ -98,10 +125,11 @@ class Future(torch.futures.Future[Any]):
 
     def follow(self, answer: "torch.futures.Future[Any]") -> None:
         """Take the result or the error of a future of torch when that is done."""
-        number = add_outstanding(self._call)
+        number = next(_numbers)
+        _outstanding[number] = self._call
 
         def settle(done: "torch.futures.Future[Any]") -> None:
-            remove_outstanding(number)
+            _outstanding.pop(number, None)
             try:
                 self.set_result(done.value())
             except Exception as exc:

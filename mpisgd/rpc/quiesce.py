@@ -16,7 +16,7 @@ from mpisgd.arguments import ranks_text
 from mpisgd.core.group import Group
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.rpc.admission import Admission
-from mpisgd.rpc.outstanding import outstanding_calls
+from mpisgd.rpc.calls import outstanding_calls
 from mpisgd.rpc.tensorpipe import active_calls
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
