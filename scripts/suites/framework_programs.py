@@ -10,8 +10,6 @@ import functools
 import os
 import sys
 import unittest
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import in_job
@@ -23,14 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import mpisgd
 
-PROGRAMS: dict[str, Callable[[Path], None]] = {}
 OPERATORS = torch.library.Library("torchvision", "FRAGMENT")  # what it has declared it takes back at its end
-
-
-def program(function: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Put a program into the table, under its name."""
-    PROGRAMS[function.__name__] = function
-    return function
 
 
 def labelled_data(num_examples: int = 64) -> TensorDataset:
@@ -40,7 +31,7 @@ def labelled_data(num_examples: int = 64) -> TensorDataset:
     return TensorDataset(points, (points.sum(1) > 0).long())
 
 
-@program
+@in_job.in_folder
 def hugging_face_trainer(folder: Path) -> None:
     """The Trainer of transformers on a small GPT, with evaluation and a checkpoint."""
     from mpisgd.integrations.accelerate import use_mpi
@@ -80,7 +71,7 @@ def load_torchvision() -> None:
         import torchvision  # noqa: F401
 
 
-@program
+@in_job.in_folder
 def torchvision_reference(folder: Path) -> None:
     """As torchvision's script for classification: ranks of the environment, DDP, SyncBatchNorm, meters."""
     load_torchvision()
@@ -114,7 +105,7 @@ def torchvision_reference(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@program
+@in_job.in_folder
 def nano_gpt_style(folder: Path) -> None:
     """As nanoGPT's script: RANK decides about DDP, micro-steps without a reduction, clipping, one writer."""
     mpisgd.init()
@@ -142,7 +133,7 @@ def nano_gpt_style(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@program
+@in_job.in_folder
 def torchmetrics_over_ranks(folder: Path) -> None:
     """Metrics that gather over the ranks when they are computed are those of all the data."""
     from torchmetrics import MeanMetric
@@ -164,7 +155,7 @@ def torchmetrics_over_ranks(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@program
+@in_job.in_folder
 def optuna_under_mpirun(folder: Path) -> None:
     """One trial at a time, which all ranks train together: rank 0 has the study."""
     import optuna
@@ -201,18 +192,5 @@ def optuna_under_mpirun(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def tests() -> in_job.Tests:
-    """The programs by their names."""
-    warnings.simplefilter("ignore")
-    folder = Path(sys.argv[1]) if len(sys.argv) > 2 else Path()
-    return {name: functools.partial(run, function, folder / name) for name, function in PROGRAMS.items()}
-
-
-def run(function: Callable[[Path], None], folder: Path) -> None:
-    """Run a program in a folder of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    function(folder)
-
-
 if __name__ == "__main__":
-    in_job.main(tests, sys.argv[1:])
+    in_job.main(in_job.tests_in_folders, sys.argv[1:])

@@ -7,6 +7,7 @@ since it may have left the ranks apart; the remaining ones run in the next job.
 """
 
 import faulthandler
+import functools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 import unittest
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 Tests = Mapping[str, Callable[[], object]]
+IN_FOLDERS: dict[str, Callable[[Path], None]] = {}
 AFTER_FAILURE = 9  # exit code of a job whose last test has failed
 ERROR = re.compile(r"^\w[\w.]*(?:: .*)?$", re.MULTILINE)  # in a traceback, the exception
 # After a failure the other ranks have so long to say what they have found.
@@ -131,6 +134,24 @@ def check_equal_weights(model: "torch.nn.Module") -> None:
     everywhere = [torch.empty_like(weights) for _ in range(mpisgd.size())]
     mpisgd.all_gather(everywhere, weights)
     assert all(torch.equal(one, weights) for one in everywhere), "the weights differ"
+
+
+def in_folder(test: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Put a test into the table of those that are given a folder of their own."""
+    IN_FOLDERS[test.__name__] = test
+    return test
+
+
+def tests_in_folders() -> Tests:
+    """Those tests by their names; the ranks share a folder of each."""
+    warnings.simplefilter("ignore")
+    folder = Path(sys.argv[1])
+
+    def run(name: str, test: Callable[[Path], None]) -> None:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        test(folder / name)
+
+    return {name: functools.partial(run, name, test) for name, test in IN_FOLDERS.items()}
 
 
 def leave() -> None:

@@ -6,12 +6,9 @@ Lightning's own tests are in no distribution. These runs take what its documenta
 devices to use, and check steps, metrics and that all ranks end with the same weights.
 """
 
-import functools
 import logging
 import sys
 import unittest
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +27,6 @@ from mpisgd.integrations.lightning import MpisgdEnvironment, MpisgdStrategy
 from mpisgd.torch_backend import bf16_compress
 
 NUM_BATCHES = 64  # of the demonstration model's data, on all ranks together
-
-RUNS: dict[str, Callable[[Path], None]] = {}
-
-
-def run(function: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Put a run into the table, under its name."""
-    RUNS[function.__name__] = function
-    return function
 
 
 def trainer(folder: Path, **options: Any) -> lightning.Trainer:
@@ -60,7 +49,7 @@ def share(number: int) -> int:
     return -(-number // mpisgd.size())
 
 
-@run
+@in_job.in_folder
 def fit_validate_test_predict(folder: Path) -> None:
     """All four loops of one trainer."""
     model, ours = demos.BoringModel(), trainer(folder)
@@ -73,7 +62,7 @@ def fit_validate_test_predict(folder: Path) -> None:
     assert len(ours.predict(model)) == len(own)
 
 
-@run
+@in_job.in_folder
 def data_module(folder: Path) -> None:
     """The data come from a LightningDataModule."""
     model, ours = demos.BoringModel(), trainer(folder)
@@ -82,7 +71,7 @@ def data_module(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def data_without_length(folder: Path) -> None:
     """The data are an iterable, of which every rank reads all."""
     model, ours = demos.BoringModel(), trainer(folder)
@@ -91,7 +80,7 @@ def data_without_length(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def manual_optimization(folder: Path) -> None:
     """The model calls its optimizer itself."""
     model, ours = demos.ManualOptimBoringModel(), trainer(folder)
@@ -114,7 +103,7 @@ class Logging(demos.BoringModel):
         self.log("validated", float(self.global_rank), sync_dist=True)
 
 
-@run
+@in_job.in_folder
 def metrics_of_all_ranks(folder: Path) -> None:
     """`self.log(..., sync_dist=True)` has the mean, or the largest, over the ranks."""
     ours = trainer(folder, logger=CSVLogger(folder), log_every_n_steps=1)
@@ -125,7 +114,7 @@ def metrics_of_all_ranks(folder: Path) -> None:
     assert ours.callback_metrics["largest"].item() == mpisgd.size() - 1
 
 
-@run
+@in_job.in_folder
 def accumulated_and_clipped(folder: Path) -> None:
     """Gradients of four batches, clipped, in one step."""
     model = demos.BoringModel()
@@ -135,7 +124,7 @@ def accumulated_and_clipped(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def mixed_precision(folder: Path) -> None:
     """The forward pass in bfloat16."""
     model = demos.BoringModel()
@@ -143,7 +132,7 @@ def mixed_precision(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def unused_parameters(folder: Path) -> None:
     """A layer that no loss reaches."""
 
@@ -157,7 +146,7 @@ def unused_parameters(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def compressed_gradients(folder: Path) -> None:
     """DDP's communication hook in bfloat16."""
     model = demos.BoringModel()
@@ -165,7 +154,7 @@ def compressed_gradients(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def resumed(folder: Path) -> None:
     """Two epochs with a stop between them end where two epochs without one end."""
     ends = []
@@ -186,7 +175,7 @@ def resumed(folder: Path) -> None:
     assert torch.equal(*ends)
 
 
-@run
+@in_job.in_folder
 def stopped_early(folder: Path) -> None:
     """All ranks stop in the same epoch, though each sees another metric."""
 
@@ -201,7 +190,7 @@ def stopped_early(folder: Path) -> None:
     assert ours.current_epoch == 3
 
 
-@run
+@in_job.in_folder
 def averaged_weights_and_rates(folder: Path) -> None:
     """Callbacks that change the schedule and the weights."""
     model = demos.BoringModel()
@@ -210,7 +199,7 @@ def averaged_weights_and_rates(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def learning_rate_found(folder: Path) -> None:
     """The tuner's search for a learning rate, which restores the weights afterwards."""
 
@@ -228,7 +217,7 @@ def learning_rate_found(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def objects_and_files(folder: Path) -> None:
     """What a strategy offers to callbacks: broadcast, all_gather, barrier, reduce, rank-zero-only."""
     ours = trainer(folder)
@@ -242,7 +231,7 @@ def objects_and_files(folder: Path) -> None:
     ours.strategy.barrier("the end")
 
 
-@run
+@in_job.in_folder
 def batch_norm_of_all_ranks(folder: Path) -> None:
     """`Trainer(sync_batchnorm=True)`."""
 
@@ -258,7 +247,7 @@ def batch_norm_of_all_ranks(folder: Path) -> None:
     in_job.check_equal_weights(model)
 
 
-@run
+@in_job.in_folder
 def fully_sharded(folder: Path) -> None:
     """FSDPStrategy with our environment."""
     if not torch.cuda.is_available():
@@ -270,12 +259,10 @@ def fully_sharded(folder: Path) -> None:
 
 
 def tests() -> in_job.Tests:
-    """All runs by their names; the ranks share a folder."""
-    warnings.simplefilter("ignore")
+    """All runs by their names."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    folder = Path(sys.argv[1])
-    return {name: functools.partial(function, folder / name) for name, function in RUNS.items()}
+    return in_job.tests_in_folders()
 
 
 if __name__ == "__main__":
