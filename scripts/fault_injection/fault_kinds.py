@@ -1,6 +1,5 @@
 """The kinds of faults: how a run is started, which faults are injected, and what must result."""
 
-import importlib.util
 import random
 import shutil
 import socket
@@ -316,7 +315,7 @@ def bad_hostfile(turn: Round) -> Outcome:
     (content, says), path = HOSTFILES[name], turn.folder / "hosts"
     if content is not None:
         path.write_text(content.format(here=socket.gethostname()), encoding="latin-1")
-    plainly = turn.rng.choice([True, False]) or not _has("mpisgd.tools.cli.run")
+    plainly = turn.rng.choice([True, False])
     run = mpirun(RANKS) if plainly else _mpisgd_run("-n", str(RANKS))
     command = [*run, "--hostfile", str(path), *program(str(turn.folder))[0 if plainly else 1 :]]
     ended = run_job(command, END_S, env=KNOWS_OPEN_MPI)
@@ -331,10 +330,6 @@ def bad_hostfile(turn: Round) -> Outcome:
 
 def _mpisgd_run(*options: str) -> list[str]:
     return [program()[0], "-m", "mpisgd", "run", *options]
-
-
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 KINDS: dict[str, Callable[[Round], Outcome]] = {
@@ -353,7 +348,6 @@ KINDS: dict[str, Callable[[Round], Outcome]] = {
     "bad-hostfile": bad_hostfile,
 }
 HOST_KINDS = ("kill-on-two-hosts", "slow-link", "link-down")
-CHECKPOINT_KINDS = ("kill-and-restart", "full-disk", "cut-checkpoint", "flip-checkpoint")
 
 
 def obstacle(kind: str) -> str:
@@ -362,8 +356,6 @@ def obstacle(kind: str) -> str:
         from virtual_cluster import obstacle as no_hosts
 
         return no_hosts()
-    if kind in CHECKPOINT_KINDS and not _has("mpisgd.checkpoint"):
-        return "this mpisgd has no checkpoints"
     if kind == "full-disk" and shutil.which("unshare") is None:
         return "missing: apt-get install util-linux"
     return ""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import mpisgd
+from mpisgd import checkpoint
 
 ROWS = 12  # of a batch; shared by any number of ranks that divides it
 FEATURES = 6
@@ -101,8 +102,6 @@ class Training:
         """Write a checkpoint behind a step, if there are to be any."""
         if not self.options.checkpoints:
             return
-        from mpisgd import checkpoint
-
         state = {"model": self.model, "optimizer": self.optimizer}
         try:
             with FAULT_POINTS.at("checkpoint", step, mpisgd.rank()):
@@ -118,8 +117,6 @@ class Training:
         """Load the newest checkpoint, if there is one; the step to begin with."""
         if not self.options.checkpoints:
             return 0
-        from mpisgd import checkpoint
-
         folder = FOLDER / "checkpoints"
         if checkpoint.latest(folder) is None:
             return 0

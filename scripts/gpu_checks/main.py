@@ -17,6 +17,7 @@ from gpu_checks.jobs import (
     BENCH_LIMIT_S,
     BENCHES,
     LOG,
+    RANK,
     SUITE_LIMIT_S,
     environment,
     launch,
@@ -123,17 +124,7 @@ class Run:
     def _facts(self) -> dict[str, Any]:
         folder = self._folder / FACTS
         folder.mkdir()
-        command = [
-            *mpirun(),
-            "-n",
-            "1",
-            sys.executable,
-            "-m",
-            "gpu_checks.rank",
-            FACTS,
-            str(folder),
-            *self._flags,
-        ]
+        command = [*mpirun(), "-n", "1", sys.executable, *RANK, FACTS, str(folder), *self._flags]
         problem = launch(command, environment(1), folder / LOG, FACTS_LIMIT_S)
         file = folder / "facts.json"
         if file.exists():
