@@ -36,6 +36,7 @@ from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.choices import check_choices, in_one_order, resolve_reduction, summary
+from mpisgd.optim.grad_scaler import HANDLES, look_again
 from mpisgd.optim.join import Join, join
 from mpisgd.optim.living import add_living
 from mpisgd.optim.participant import Participant
@@ -75,7 +76,7 @@ class DistributedOptimizer(SavedState):
         backward_passes_per_step: the gradients of this many calls of `backward()` are summed on each rank, as
             torch does, and the sum is reduced in the last one. Divide the loss by this number for a mean over
             the passes. If `step()` is called after fewer passes, it reduces what has been summed; call
-            `synchronize()` first if something reads the gradients before `step()` (clipping, GradScaler).
+            `synchronize()` first if something reads the gradients before `step()` (clipping, `unscale_()`).
         reproducible: "ranks": the gradients of all micro-batches, each one call of `backward()`, are added
             along one tree, so that 1, 2, 4 ... ranks give the same bits. With M micro-batches in a step give
             `backward_passes_per_step=M // size`; AVG is then the mean over all M, and the loss is not
@@ -224,6 +225,24 @@ class DistributedOptimizer(SavedState):
     def synchronize(self) -> None:
         """Reduce the gradients that were accumulated and not reduced yet, if there are any. Collective."""
         self._window.flush()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` asks for first: by then the gradients must be those of all ranks. Collective.
+
+        It is what the wrapped optimizer says of itself, or the strategy.
+        """
+        window: AccumulationWindow | None = vars(self).get("_window")  # none while this is being made
+        if window is not None and (window.uneven is None or window.uneven.data.has_data):
+            reductions = window.num_reductions
+            window.flush_before_use()
+            if window.num_reductions > reductions:
+                look_again(self)
+        return bool(vars(self).get(HANDLES, getattr(super(), HANDLES, False)))
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, handles: bool) -> None:
+        vars(self)[HANDLES] = handles
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""

@@ -6,7 +6,6 @@ gradients of one that has some, where they were changed.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from mpisgd.gradients.uneven_window import LOSS, REDUCE, Begun, UnevenWindow
 from mpisgd.gradients.weight import why_not_weighted
 from mpisgd.methods.strategy.example_counts import StepExamples
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
+from mpisgd.optim.grad_scaler import scaler_around
 from mpisgd.parameters.fingerprint import fingerprints
 from mpisgd.sharding.reduction.sharded_gradient import UNSCALE, ShardedGradient
 
@@ -30,7 +30,6 @@ __all__ = ["CLIP", "STEP", "Participant", "performers_of"]
 STEP, CLIP = "step", "clip_grad_norm_"
 CHANGED, SETTINGS, SCALER = 1, 2, 4  # what a rank notes of a step
 SCALING = ("grad_scale", "found_inf")  # what a GradScaler tells optimizers that take care of it themselves
-SCALER_DEPTH = 16  # frames from the hook of a step to `GradScaler.step`, at most
 
 
 class _Gradient(NamedTuple):
@@ -209,7 +208,7 @@ class Participant:
         note = CHANGED if self._are_changed else 0
         if self._follows is None and self._settings != self._comparable():
             note |= SETTINGS
-        scaler = _scaler_around()
+        scaler = scaler_around()
         if scaler is not None and not any(each is scaler for each in self._follows or ()):
             note |= SCALER
         return note
@@ -357,19 +356,6 @@ def _form(grad: Tensor | None) -> _Gradient:
         return _Gradient(is_dense=grad is not None)
     parts = _SparseParts(grad._indices(), grad._values(), tuple(grad.shape), grad.is_coalesced())
     return _Gradient(sparse=parts)
-
-
-def _scaler_around() -> Any:
-    """Return the GradScaler that calls the step, if one does."""
-    frame = sys._getframe(1)
-    for _ in range(SCALER_DEPTH):
-        if frame is None:
-            break
-        scaler = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "_maybe_opt_step") else None
-        if isinstance(scaler, torch.amp.GradScaler):
-            return scaler
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def performers_of(participants: Mapping[int, Participant]) -> dict[str, Performer]:

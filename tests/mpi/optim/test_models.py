@@ -506,6 +506,53 @@ def test_grad_scaler_equals_one_process_and_skips_together():
         everyone(len({ours.memory[step] for step in range(STEPS)}) > 1, "no overflow was seen")
 
 
+class ScaledSGD(torch.optim.Optimizer):
+    """An optimizer whose class says that it takes care of a scaler's steps itself."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"] if not self.found_inf else ():
+                param.sub_(param.grad / self.grad_scale, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "fused", "scaled"])
+def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_not_full(kind, unscales):
+    """They were reduced in `step()`, after the scaler had decided on each rank by itself."""
+
+    def loss(model, inputs, targets, rank, step):
+        value = mse(model, inputs, targets)
+        return value * float("inf") if step % 5 == 2 and rank == mpisgd.size() - 1 else value
+
+    def body(run: Run, step: int) -> None:
+        scaler = run.memory.setdefault("scaler", torch.amp.GradScaler("cpu", 2.0**8, growth_interval=3))
+        run.opt.zero_grad()
+        for micro in range(2 if step % 2 else 1):
+            scaler.scale(run.loss(step, micro)).backward()
+        if unscales and kind == "plain":
+            scaler.unscale_(run.opt)
+        scaler.step(run.opt)
+        scaler.update()
+        run.memory[step] = scaler.get_scale()
+
+    def optimizer(model):
+        if kind == "scaled":
+            return ScaledSGD(model.parameters(), 0.1)
+        return torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=kind == "fused" or None)
+
+    plain, ours = check_equal_runs(
+        body, loss=loss, by_rank=True, optimizer=optimizer, backward_passes_per_step=2
+    )
+    everyone(all(plain.memory[step] == ours.memory[step] for step in range(STEPS)))
+    everyone(len({ours.memory[step] for step in range(STEPS)}) > 1, "no overflow was seen")
+
+
 def test_autocast():
     """bfloat16 activations: rows are independent, so only the order of rounded sums differs."""
 
