@@ -49,6 +49,8 @@ class AccumulationWindow:
         steps: how many there have been.
         num_reductions: how many there have been.
         uneven: what it does where ranks may run out of data; None elsewhere.
+        has_flushed: whether this window was reduced when somebody asked for it, and not at the end of a
+            backward: what had looked at the gradients before has seen those of this rank alone.
         why_fixed: why it cannot go on with other ranks, "" if it can.
     """
 
@@ -67,6 +69,7 @@ class AccumulationWindow:
         self.owner = owner
         self.steps = self.num_reductions = 0
         self.uneven: UnevenWindow | None = None
+        self.has_flushed = False
         self._group = group
         self._passes_per_step = passes_per_step
         self._reductions_before = 0  # the last step or zero_grad
@@ -253,20 +256,21 @@ class AccumulationWindow:
         if not self.gradients.combines:
             return
         for other in self._relied_on():
-            other._flush_since(self._others_before[other], in_step)
+            self.has_flushed |= other._flush_since(self._others_before[other], in_step)
         if self._hooks.watching:
-            self._flush_since(self._reductions_before, in_step)
+            self.has_flushed |= self._flush_since(self._reductions_before, in_step)
 
-    def _flush_since(self, reductions: int, in_step: bool) -> None:
-        """Do it unless there was a reduction after so many."""
+    def _flush_since(self, reductions: int, in_step: bool) -> bool:
+        """Do it unless there was a reduction after so many; return whether it was done."""
         # What was accumulated inside `no_sync()` may have reached this optimizer on other ranks only.
         nothing_yet = self.num_reductions == reductions or self._were_reset or self._was_muted
         if not self._pending and (not nothing_yet or self.gradients.why_not_again()):
-            return
+            return False
         if self._is_one_of_several:
             self._windows.flush(self, self._group, in_step=in_step)
         else:
             self.reduce(in_step=in_step)
+        return True
 
     @property
     def _were_reset(self) -> bool:
@@ -338,7 +342,7 @@ class AccumulationWindow:
         if self.uneven is not None:
             self.uneven.restart()
         self._others_before = {other: other.num_reductions for other in self._others.values()}
-        self._pending = self._in_pass = self._was_muted = False
+        self._pending = self._in_pass = self._was_muted = self.has_flushed = False
 
     def end_step(self) -> None:
         """Begin a new window after a step."""

@@ -234,9 +234,8 @@ class DistributedOptimizer(SavedState):
         """
         window: AccumulationWindow | None = vars(self).get("_window")  # none while this is being made
         if window is not None and (window.uneven is None or window.uneven.data.has_data):
-            reductions = window.num_reductions
             window.flush_before_use()
-            if window.num_reductions > reductions:
+            if window.has_flushed:
                 look_again(self)
         return bool(vars(self).get(HANDLES, getattr(super(), HANDLES, False)))
 

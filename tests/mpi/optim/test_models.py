@@ -521,9 +521,11 @@ class ScaledSGD(torch.optim.Optimizer):
                 param.sub_(param.grad / self.grad_scale, alpha=group["lr"])
 
 
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "fused", "scaled"])
-def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_not_full(kind, unscales):
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [("plain", ""), ("plain", "unscale"), ("plain", "unscale, clip"), ("fused", ""), ("scaled", "")],
+)
+def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_not_full(kind, before):
     """They were reduced in `step()`, after the scaler had decided on each rank by itself."""
 
     def loss(model, inputs, targets, rank, step):
@@ -535,8 +537,10 @@ def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_
         run.opt.zero_grad()
         for micro in range(2 if step % 2 else 1):
             scaler.scale(run.loss(step, micro)).backward()
-        if unscales and kind == "plain":
+        if before:
             scaler.unscale_(run.opt)
+        if before == "unscale, clip":
+            run.clip(0.1)
         scaler.step(run.opt)
         scaler.update()
         run.memory[step] = scaler.get_scale()
