@@ -19,7 +19,7 @@ all later ones of these parameters: which they are belongs to the optimizer's st
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +57,9 @@ TOO_MANY = (
 
 CHANGED = (
     "Gradients were changed between backward() and step() after they had been sent to the other ranks, which "
-    "has no effect. They are sent before the program waits for any other operation. Call "
-    "optimizer.synchronize() first, change them then, and step inside optimizer.skip_synchronize()."
+    "has no effect. They are sent during backward() between hosts, and else before the program waits for any "
+    "other operation. Call optimizer.synchronize() first, change them then, and step inside "
+    "optimizer.skip_synchronize()."
 )
 
 
@@ -169,6 +170,7 @@ class GradientExchange:
             if (place := in_flight.complete(index)) is not None:
                 in_flight.streams.join()
                 self._send(in_flight, [place])
+                self._note_sent(in_flight, in_flight.slots[place].bucket.indices)
             self._num_incomplete -= 1
             if not self._num_incomplete:
                 engine().defer(self, self._send_early)
@@ -193,12 +195,16 @@ class GradientExchange:
         """Send what is complete before `step()`, since the program waits for something else."""
         self.send()
         assert self._in_flight is not None
-        grads = [param.grad for param in self._params]
-        reduced_in_place = self._in_flight.addresses
-        self._sent_early = [
+        if not self._in_flight.in_background:
+            self._note_sent(self._in_flight, range(len(self._params)))
+
+    def _note_sent(self, in_flight: InFlightReduction, indices: Iterable[int]) -> None:
+        """Note gradients that were sent before `step()`: from now on the program cannot change them."""
+        grads = [self._params[index].grad for index in indices]
+        self._sent_early += [
             (grad, grad._version)
             for grad in grads
-            if grad is not None and (grad.is_sparse or grad.data_ptr() not in reduced_in_place)
+            if grad is not None and (grad.is_sparse or grad.data_ptr() not in in_flight.addresses)
         ]
 
     @torch.no_grad()

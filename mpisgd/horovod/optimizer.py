@@ -23,6 +23,7 @@ from mpisgd.horovod.ops.reduce_ops import Adasum, Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set, serial_of_new
 from mpisgd.job import rank_info
 from mpisgd.methods.strategy.goes_with import averages_by_itself
+from mpisgd.optim.grad_scaler import HANDLES, has_unscaled
 from mpisgd.optim.step_hooks import StepArguments, register_step_hooks, step_noting_depth, wrap_closure
 from mpisgd.sharding.layerwise.in_files import check_in_memory
 
@@ -32,6 +33,11 @@ ENTRY, SPARSE_DIMS = "horovod", "sparse"  # of a state: the dimensions, by the p
 ZEROED = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+)
+UNSCALED = (
+    "scaler.unscale_(optimizer) was called after loss.backward() but before optimizer.synchronize(). Gradients "
+    "may have been sent with the scale by then, and each rank has looked for infinities of its own. Call "
+    "optimizer.synchronize() first, and scaler.step(optimizer) inside optimizer.skip_synchronize()."
 )
 TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
@@ -208,9 +214,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         known = (self._synchronized or self._synchronized_for_scaler) and not self._is_underway
         if self._should_synchronize and not known:
+            if self._is_underway and has_unscaled(self):
+                raise AssertionError(UNSCALED)
             self.synchronize()
             self._synchronized, self._synchronized_for_scaler = False, True
-        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+        return bool(self.__dict__.get(HANDLES, getattr(super(), HANDLES, False)))
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -228,9 +228,10 @@ class DistributedOptimizer(SavedState):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What `GradScaler.step` asks for first: by then the gradients must be those of all ranks. Collective.
+        """Whether it does what a scaler leaves to it: `GradScaler.step` asks, and looks at gradients next.
 
-        It is what the wrapped optimizer says of itself, or the strategy.
+        So they are made those of all ranks first: collective. The answer is the wrapped optimizer's, or the
+        strategy's.
         """
         window: AccumulationWindow | None = vars(self).get("_window")  # none while this is being made
         if window is not None and (window.uneven is None or window.uneven.data.has_data):

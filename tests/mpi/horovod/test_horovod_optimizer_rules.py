@@ -34,6 +34,28 @@ def test_gradients_must_not_be_zeroed_while_they_are_under_way():
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("early", [False, True])
+def test_gradients_must_not_be_unscaled_while_they_are_under_way(early, monkeypatch):
+    """Between hosts they had been sent with the scale; on one, each rank looked for its own infinities."""
+    monkeypatch.setattr(GradientExchange, "_sends_early", lambda exchange: early)
+    _, ours = pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(ours.loss(0)).backward()
+    scaler.unscale_(ours.opt)
+    with raises_everywhere(AssertionError) as caught:
+        scaler.step(ours.opt)
+    assert "scaler.unscale_(optimizer) was called after loss.backward() but before" in caught.text
+    ours.opt.synchronize()
+    ours.opt.zero_grad()
+    scaler.update()
+    scaler.scale(ours.loss(1)).backward()
+    ours.opt.synchronize()
+    scaler.unscale_(ours.opt)
+    with ours.opt.skip_synchronize():
+        scaler.step(ours.opt)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_more_backward_passes_than_announced():
     _, ours = pair()
     loss = ours.loss(0)
@@ -182,3 +204,9 @@ def test_a_class_that_calls_its_parents_step_reduces_once(op):
 
     expected, found = trained(torch.optim.SGD), trained(Inherited)
     everyone(torch.equal(found, expected), f"{found}, {expected}")
+
+
+def test_a_class_that_takes_care_of_a_scalers_steps_goes_on_saying_so():
+    kind = type("Scaled", (torch.optim.SGD,), {"_step_supports_amp_scaling": True})
+    opts = [hvd.DistributedOptimizer(cls(mlp().parameters(), 0.1)) for cls in (kind, torch.optim.SGD)]
+    assert [opt._step_supports_amp_scaling for opt in opts] == [True, False]

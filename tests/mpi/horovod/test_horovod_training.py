@@ -627,6 +627,22 @@ def test_gradients_that_are_changed_when_they_have_been_sent_are_told_of():
         ours.opt.step()  # without a warning, which would be an error
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_changed_when_they_were_sent_during_backward_are_told_of(set_to_none, monkeypatch):
+    sends(True, monkeypatch)
+    _, ours = pair()
+    for step in range(3):  # without a warning, which would be an error
+        ours.opt.zero_grad(set_to_none)
+        ours.backward(step)
+        ours.opt.step()
+    ours.opt.zero_grad(set_to_none)
+    ours.backward(0)
+    nn.utils.clip_grad_norm_(ours.model.parameters(), 1e-3)
+    with pytest.warns(RuntimeWarning, match="changed between backward"):
+        ours.opt.step()
+
+
 def test_two_optimizers_of_one_model():
     """One for each half, as in adversarial training: the other's half is frozen meanwhile."""
     torch.manual_seed(5)
