@@ -35,9 +35,9 @@ ZEROED = (
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
 UNSCALED = (
-    "scaler.unscale_(optimizer) was called after loss.backward() but before optimizer.synchronize(). Gradients "
-    "may have been sent with the scale by then, and each rank has looked for infinities of its own. Call "
-    "optimizer.synchronize() first, and scaler.step(optimizer) inside optimizer.skip_synchronize()."
+    "scaler.unscale_(optimizer) was called after loss.backward() but before optimizer.synchronize(). "
+    "Gradients may have been sent with the scale by then, and each rank has looked for infinities of its "
+    "own. Call optimizer.synchronize() first, and scaler.step(optimizer) inside optimizer.skip_synchronize()."
 )
 TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
