@@ -192,11 +192,13 @@ class OperationQueue:
         if (
             tracing.sink is not None
             or self.uneven is not None
-            or self.broken is not None
             or self.communicator.only_thread not in (None, thread)
             or current_owner() is not None
             or not self._take_turn(thread)
         ):
+            return False
+        if self.broken is not None:  # not before: an abort waits for who has the turn alone
+            self._end_turn()
             return False
         try:
             wait_registry.mark_communicating()

@@ -261,6 +261,22 @@ def test_what_is_more_than_the_operation_itself_is_left_to_run(monkeypatch):
     assert done == [False, 1, 1]
 
 
+def test_an_abort_just_before_its_turn_ends_an_operation_of_a_known_form(monkeypatch):
+    """The abort was looked for before the turn was taken: the operation waited for ranks that do not come."""
+    queue = make_queue()
+    take_turn = queue._take_turn
+
+    def abort_first(thread: int) -> bool:
+        assert queue.abort(MpiFailed("aborted"))
+        return take_turn(thread)
+
+    monkeypatch.setattr(queue, "_take_turn", abort_first)
+    assert not queue.run_again(RepeatedOperation(Operation("barrier")), None)
+    monkeypatch.undo()
+    with pytest.raises(MpiFailed, match="aborted"):
+        queue.run(Operation("barrier"), lambda: None)
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_failure_of_a_known_form_breaks_the_queue(part):
     queue = make_queue()
