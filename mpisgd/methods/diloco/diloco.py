@@ -103,8 +103,8 @@ class DiLoCo(Strategy):
     `mpirun --with-ft ulfm` the training therefore survives the loss of any rank but the first, and all other
     collectives of the program raise `PeerLost` from then on. Call `state_dict()` on all ranks, after the same
     number of steps: on the first rank it contains the outer parameters, and waits until the other learners
-    have called it. A state can only be loaded by the same number of ranks, each of which loads what it has
-    saved.
+    have called it; a learner that has called it before waits in its next outer step for the first rank. A
+    state can only be loaded by the same number of ranks, each of which loads what it has saved.
 
     Cost: every `sync_every` steps an all-reduce of the change of the parameters; each rank keeps a copy of
         the parameters and the state of the outer optimizer. With `quorum`, instead: every `sync_every` steps

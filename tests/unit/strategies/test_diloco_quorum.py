@@ -477,6 +477,43 @@ def test_what_the_first_rank_saves_has_the_changes_of_learners_that_come_after_i
     assert (own[0]["outer"]["version"], arrived) in ((1, [0, 3]), (2, []))
 
 
+@pytest.mark.parametrize("pause_s", [2.0, 0.1], ids=["late once", "of half the pace"])
+@pytest.mark.parametrize("quorum", [1, 2, 3])
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_what_learners_bring_after_their_save_is_no_part_of_that_of_the_first_rank(slow, quorum, pause_s):
+    """All save before step 8, to which one learner comes late: the others were in outer steps by then."""
+    strategy, num_ranks = DiLoCo(2, quorum=quorum, grace_s=0.15, weights="equal"), 3
+
+    def save() -> Any:
+        params, rank = PROGRAM.start(), mpisgd.rank()
+        optimizer = wrapped(params, strategy)
+        for step in range(16):
+            scheduling.sleep(0.1 + pause_s * (rank == slow and (pause_s < 1 or step == 7)))
+            if step == 8:
+                saved = copy.deepcopy((params, optimizer.state_dict()))
+            one_step(params, optimizer, step)
+        optimizer.synchronizer.finish()
+        return saved
+
+    def load() -> list[dict[str, Tensor]]:
+        params, state = copy.deepcopy(saved[mpisgd.rank()])
+        optimizer = wrapped(params, strategy)
+        optimizer.load_state_dict(state)
+        for step in range(8, 16):
+            one_step(params, optimizer, step)
+        optimizer.synchronizer.finish()
+        return [copies(params)]
+
+    saved = run_ranks(num_ranks, save)
+    own = [state["mpisgd"]["own"] for _, state in saved]
+    outer = own[0]["outer"]
+    assert dict(outer["based"]) == {rank: own[rank]["version"] for rank in range(num_ranks)}
+    known = {outer["version"], *(version for version, _ in outer["bases"])}
+    assert {one["version"] for one in own} <= known
+    first, *others = run_ranks(num_ranks, load)
+    assert_same([first] * len(others), others)
+
+
 # -- what goes, and what is refused --------------------------------------------------------------------
 
 

@@ -358,8 +358,8 @@ class QuorumSynchronizer(LocalSynchronizer):
     def arrive(self) -> None:
         """Copy what the first rank has of the outer parameters into its state, where they belong to it.
 
-        It waits until the other learners that are left are here, too, after as many steps. So where all ranks
-        save at the same step, what they save goes together.
+        It waits until the other learners that are left are here, too, after as many steps; what they bring
+        after that is noted later. So where all ranks save at the same step, what they save goes together.
 
         Raises:
             CollectiveTimeout: they are not.
@@ -370,37 +370,40 @@ class QuorumSynchronizer(LocalSynchronizer):
             with contextlib.suppress(PeerLost):  # the next outer step tells
                 self._link.tell(Said(SAVE, steps=self.num_steps))
             return
-        syncer, limit_s = self._syncer, self.training.group.queue.consistency.timeout_s
-        reason = WaitReason("learners of DiLoCo whose state is not being saved", self.training.group.name)
+        syncer = self._syncer
         try:
-            are_there = Backoff(limit_s).wait_for(
-                lambda: syncer.have_saved(self.num_steps), about=lambda: reason
-            )
+            self._wait_for_saves(syncer)
+            with syncer.lock:
+                self.state.outer = self._saved(syncer.rounds)
         finally:
-            syncer.save_no_more()
-        if not are_there:
+            syncer.end_save(self.num_steps)
+
+    def _wait_for_saves(self, syncer: Syncer) -> None:
+        limit_s = self.training.group.queue.consistency.timeout_s
+        reason = WaitReason("learners of DiLoCo whose state is not being saved", self.training.group.name)
+        if not Backoff(limit_s).wait_for(lambda: syncer.have_saved(self.num_steps), about=lambda: reason):
             raise CollectiveTimeout(
                 f"DiLoCo(quorum=): waited {limit_s:.1f} s for learners whose state is not being saved; call "
                 "state_dict() on all ranks, after as many steps"
             )
         if syncer.error is not None:
             raise syncer.error
-        with syncer.lock:
-            rounds = syncer.rounds
-            self.state.outer = {
-                "version": rounds.version,
-                "kind": self._pace.outer.kind,
-                "newest": _clones(rounds.newest),
-                "entries": {
-                    key: {n: v.clone() if isinstance(v, Tensor) else v for n, v in entry.items()}
-                    for key, entry in rounds.outer.entries.items()
-                },
-                "options": rounds.outer.options,
-                "missing": sorted(rounds.missing),
-                "based": [list(pair) for pair in rounds.based.items()],
-                "bases": [[version, _clones(base)] for version, base in rounds.bases.items()],
-                "pending": [{**each._asdict(), "changes": _clones(each.changes)} for each in rounds.pending],
-            }
+
+    def _saved(self, rounds: Rounds) -> dict[str, Any]:
+        return {
+            "version": rounds.version,
+            "kind": self._pace.outer.kind,
+            "newest": _clones(rounds.newest),
+            "entries": {
+                key: {n: v.clone() if isinstance(v, Tensor) else v for n, v in entry.items()}
+                for key, entry in rounds.outer.entries.items()
+            },
+            "options": rounds.outer.options,
+            "missing": sorted(rounds.missing),
+            "based": [list(pair) for pair in rounds.based.items()],
+            "bases": [[version, _clones(base)] for version, base in rounds.bases.items()],
+            "pending": [{**each._asdict(), "changes": _clones(each.changes)} for each in rounds.pending],
+        }
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]

@@ -152,5 +152,5 @@ class Link:
         if not done:
             raise CollectiveTimeout(
                 f"DiLoCo(quorum=): waited {limit_s:.1f} s for a quorum of the learners; the others are late, "
-                "or have ended without synchronizer.finish()"
+                "have ended without synchronizer.finish(), or do not call state_dict() where this one has"
             )

@@ -6,12 +6,14 @@
     receives the outer parameters            sends them to all of this round
 
 A learner without which a round was over is told so, and sends what it has. It is sent the newest outer
-parameters at once, with how long it trains until the others arrive, too. All receives are from a learner by
-its number, and each is asked for by itself: those of one that is lost fail alone, and MPI says why.
+parameters at once, with how long it trains until the others arrive, too. What a learner sends after its state
+was saved is noted when this rank's was saved, too, so that what all have saved goes together. All receives
+are from a learner by its number, and each is asked for by itself: those of one that is lost fail alone, and
+MPI says why.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 
@@ -58,6 +60,7 @@ class _Learner:
         said: where its next message comes.
         request: of that.
         sent: the parameters that follow it, and their request; None where nothing is under way.
+        arrived: parameters that are not noted before the first rank has saved; None where there are none.
         told: what is being sent to it, with the memory that it is sent from.
         news: likewise, that it is behind; it may be stopped, and receive that much later.
         entered: the number of its last entering.
@@ -74,6 +77,7 @@ class _Learner:
         self.said = Said().words
         self.request: Request | None = None
         self.sent: tuple[FlatCopy, Request] | None = None
+        self.arrived: FlatCopy | None = None
         self.told: list[tuple[torch.Tensor, Request]] = []
         self.news: list[tuple[torch.Tensor, Request]] = []
         self.entered = self.saved_at = 0
@@ -119,6 +123,7 @@ class Syncer:
         self._has_ended = False
         self._has_strangers = False  # who began from outer parameters that were never here
         self._saves_at = 0  # the number of steps of a save for which this rank waits; 0: it does not
+        self._saved_at = 0  # that of its latest save
         self._learners = [_Learner(rank) for rank in range(communicator.size)]
         for learner in self._learners:
             self._listen(learner)
@@ -130,8 +135,9 @@ class Syncer:
     def have_saved(self, steps: int) -> bool:
         """Return whether all other learners that are left are being saved, too, after so many steps.
 
-        What they save then belongs to the outer parameters as they are. Until then those that have taken
-        fewer steps do not wait for an outer step, to which the others would not come.
+        What they save then belongs to the outer parameters as they are: what a learner brings after its own
+        save is noted after `end_save`. Until then those that have taken fewer steps do not wait for an outer
+        step, to which the others would not come.
         """
         with self.lock:
             others = [each for each in self._learners if each.rank != self._communicator.rank]
@@ -139,10 +145,10 @@ class Syncer:
             self._saves_at = 0 if are_there else steps
             return self.error is not None or are_there
 
-    def save_no_more(self) -> None:
-        """Note that this rank waits for no save."""
+    def end_save(self, steps: int) -> None:
+        """Note that this rank has saved, after so many steps, or has given that up."""
         with self.lock:
-            self._saves_at = 0
+            self._saves_at, self._saved_at = 0, steps
 
     def join(self) -> None:
         """Wait until the thread has ended, as it does when all learners that are left have."""
@@ -200,7 +206,9 @@ class Syncer:
                 self._take_outer_step()
                 happened = True
             elif self._saves_at:
-                happened |= self._let_go()
+                happened |= self._let_go(self._saves_at)
+            elif self._lacks_ahead(training):
+                happened |= self._let_go(max(each.saved_at for each in left))
         if not self._has_ended and all(each.is_done or each.ends for each in left):
             self._has_ended = happened = True
             for learner in left:
@@ -224,7 +232,7 @@ class Syncer:
 
     def _lose(self, learner: _Learner) -> None:
         """Note that a learner is gone; what it has brought stays in its round. `lock` is held."""
-        learner.is_lost, learner.waits, learner.sent = True, False, None
+        learner.is_lost, learner.waits, learner.sent, learner.arrived = True, False, None, None
         learner.told, learner.news = [], []
         self.rounds.lose(learner.rank)
 
@@ -237,7 +245,11 @@ class Syncer:
             copy, request = learner.sent
             if communicator.poll_one(request) is None:
                 return False
-            learner.sent = None
+            learner.sent, learner.arrived = None, copy
+        if learner.arrived is not None:
+            if self._is_ahead(learner):
+                return False
+            copy, learner.arrived = learner.arrived, None
             self._enter(learner, copy)
             return True
         if learner.request is None or communicator.poll_one(learner.request) is None:
@@ -292,9 +304,19 @@ class Syncer:
         except PeerLost:
             self._lose(learner)
 
-    def _let_go(self) -> bool:
-        """Let those go on that wait, and for whose save this rank waits; return whether there are any."""
-        waiting = [each for each in self._learners if each.waits and each.saved_at < self._saves_at]
+    def _is_ahead(self, learner: _Learner) -> bool:
+        """Return whether a learner is being saved after more steps than this rank has been."""
+        return learner.saved_at > self._saved_at and self._learners[self._communicator.rank].trains
+
+    def _lacks_ahead(self, training: Set[int]) -> bool:
+        """Return whether the quorum lacks learners that have arrived, and are ahead of this rank's save."""
+        ahead = {each.rank for each in self._learners if each.arrived is not None and self._is_ahead(each)}
+        arrived = {each.learner for each in self.rounds.pending}
+        return len(arrived | (training - ahead)) < min(self._quorum, len(arrived | training))
+
+    def _let_go(self, saves_at: int) -> bool:
+        """Let those go on that wait, and have not been saved after so many steps; return whether any do."""
+        waiting = [each for each in self._learners if each.waits and each.saved_at < saves_at]
         for learner in waiting:
             self.rounds.let_go(learner.rank)
             self._answer(learner, TAKE)
