@@ -410,6 +410,20 @@ def test_who_is_let_go_trains_again_by_now():
     assert not rounds.is_over({0, 1}, 0.0)
 
 
+def test_a_learner_that_comes_twice_counts_once_whoever_has_counted_its_examples():
+    """With equal weights a learner that counted examples before one time only had the weight of two."""
+    form = FlatCopy([torch.zeros(2)])
+    choice = DiLoCo(2, outer_options={"lr": 1.0, "momentum": 0.0})._outer_choice
+    outer = OuterOptimizer(choice, {"x": form.tensors[0]}, {}, {})
+    rounds = Rounds(Rule(1, 0.0, False), ["x"], form, outer, size=2)
+    for learner, moved, is_counted in ((0, 2.0, 0), (1, 8.0, 1), (1, 16.0, 0)):
+        copy_of_mine = form.new_like()
+        copy_of_mine.tensors[0].fill_(moved)
+        rounds.enter(learner, Said(steps=1, examples=1, is_counted=is_counted), copy_of_mine)
+    assert rounds.step(0.0) == (0, 1)
+    assert form.tensors[0].tolist() == [13.0, 13.0]
+
+
 def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved():
     """Learner 0 is late once, so that the others are at the step of the save without an outer step there."""
     strategy = DiLoCo(6, quorum=1, grace_s=1.0, weights="equal", outer_options={"lr": 1.0, "momentum": 0.0})

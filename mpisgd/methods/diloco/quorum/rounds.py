@@ -135,7 +135,7 @@ class Rounds:
             torch.sub(outer, param, out=param)
         mine = Contribution(learner, said.steps, said.examples, bool(said.is_counted), is_late, copy)
         for each in list(self.pending):
-            if each.learner == learner and each.is_counted == mine.is_counted:
+            if each.learner == learner and (each.is_counted == mine.is_counted or not self._rule.by_examples):
                 torch._foreach_add_(changes, each.changes.tensors[: len(changes)])
                 steps, examples = mine.steps + each.steps, mine.examples + each.examples
                 mine = mine._replace(steps=steps, examples=examples)
