@@ -326,6 +326,12 @@ class AccumulationWindow:
         """Whether `step()` takes the gradients as they are."""
         return self._skipping > 0 or self._muted > 0
 
+    @property
+    def lacks_reduction(self) -> bool:
+        """Whether there are gradients of this rank alone that `flush_before_use` is going to reduce."""
+        is_shared = self.gradients.combines and self._group.size > 1
+        return self._pending and is_shared and not self._is_passed_over
+
     def flush_before_use(self) -> None:
         """Do the same before somebody looks at the gradients."""
         if not self._is_passed_over:

@@ -36,7 +36,7 @@ from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.choices import check_choices, in_one_order, resolve_reduction, summary
-from mpisgd.optim.grad_scaler import HANDLES, look_again
+from mpisgd.optim.grad_scaler import HANDLES, has_unscaled, look_again
 from mpisgd.optim.join import Join, join
 from mpisgd.optim.living import add_living
 from mpisgd.optim.participant import Participant
@@ -235,6 +235,12 @@ class DistributedOptimizer(SavedState):
         """
         window: AccumulationWindow | None = vars(self).get("_window")  # none while this is being made
         if window is not None and (window.uneven is None or window.uneven.data.has_data):
+            if window.lacks_reduction and has_unscaled(self):
+                raise InvalidArgument(
+                    "DistributedOptimizer: scaler.unscale_() has divided gradients that the ranks have not "
+                    "combined yet, after fewer passes than backward_passes_per_step or inside no_sync(). "
+                    "Call optimizer.synchronize() before unscale_()"
+                )
             window.flush_before_use()
             if window.has_flushed:
                 look_again(self)

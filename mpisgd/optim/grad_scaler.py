@@ -6,7 +6,8 @@ gradients, a rank with infinities would leave out a step that the others take:
     rank 0   backward: inf | scaler.step: inf, no step         | next backward, reduce
     rank 1   backward      | scaler.step: step(), which reduces: with the next gradients of rank 0
 
-So they are combined before it looks, or it looks once more.
+So they are combined before it looks, or it looks once more. What `unscale_` has divided before that is not
+combined: ranks whose window was full have combined theirs in backward, with the scale.
 """
 
 import sys

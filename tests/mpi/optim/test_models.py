@@ -28,9 +28,10 @@ from harness import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from verdicts import everyone, same_on_all_ranks
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
+from mpisgd.errors import InvalidArgument
 
 caps = pytest.mark.parametrize("cap", [1, 2**20], ids=["many buckets", "one bucket"])
 
@@ -523,7 +524,7 @@ class ScaledSGD(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(
     ("kind", "before"),
-    [("plain", ""), ("plain", "unscale"), ("plain", "unscale, clip"), ("fused", ""), ("scaled", "")],
+    [("plain", ""), ("plain", "unscale, clip"), ("fused", ""), ("scaled", "")],
 )
 def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_not_full(kind, before):
     """They were reduced in `step()`, after the scaler had decided on each rank by itself."""
@@ -555,6 +556,25 @@ def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_
     )
     everyone(all(plain.memory[step] == ours.memory[step] for step in range(STEPS)))
     everyone(len({ours.memory[step] for step in range(STEPS)}) > 1, "no overflow was seen")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_that_were_unscaled_before_they_were_reduced_are_refused():
+    """A rank whose window was full had reduced them in backward, with the scale: the mean was of both."""
+    _, ours = pair(backward_passes_per_step=2)
+    scaler = torch.amp.GradScaler("cpu", 2.0**8)
+    scaler.scale(ours.loss(0)).backward()
+    scaler.unscale_(ours.opt)
+    with raises_everywhere(InvalidArgument) as caught:
+        scaler.step(ours.opt)
+    assert "Call optimizer.synchronize() before unscale_()" in caught.text
+    ours.opt.zero_grad()
+    scaler.update()
+    scaler.scale(ours.loss(1)).backward()
+    ours.opt.synchronize()
+    scaler.unscale_(ours.opt)
+    scaler.step(ours.opt)
+    same_on_all_ranks(digest(ours.model.parameters()))
 
 
 def test_autocast():
