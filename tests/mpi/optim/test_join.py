@@ -9,7 +9,7 @@ import torch
 from uneven.division import METHODS, Division, drawn
 from uneven.main import differing
 from uneven.training import train
-from verdicts import everyone
+from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 
@@ -53,6 +53,32 @@ def test_batch_norm_counts_the_rows_that_there_are():
             plain(torch.cat(list(rows[step:] + step)))
     everyone(torch.allclose(norm.running_mean, plain.running_mean), f"{norm.running_mean}")
     everyone(torch.allclose(norm.running_var, plain.running_var), f"{norm.running_var}")
+
+
+@several
+def test_a_scaler_makes_no_difference_where_the_last_windows_are_of_fewer_passes():
+    """Gradients of full windows were reduced with the scale, and those of the others without it."""
+
+    def trained(scale: float) -> torch.Tensor:
+        layer = torch.nn.Linear(3, 1, bias=False).double()
+        torch.nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.125)
+        optimizer = mpisgd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+        scaler = torch.amp.GradScaler("cpu", scale)
+        num_batches = 3 + 2 * mpisgd.rank()
+        with optimizer.join(follow=[scaler]):
+            for batch in range(num_batches):
+                inputs = torch.tensor([[mpisgd.rank() + 1.0, batch + 1.0, 2.0]], dtype=torch.float64)
+                scaler.scale(layer(inputs).square().sum()).backward()
+                if batch % 2 or batch == num_batches - 1:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        return layer.weight.detach()
+
+    once, scaled = trained(1.0), trained(1024.0)
+    same_on_all_ranks(scaled.tolist())
+    everyone(torch.equal(once, scaled), f"{scaled} is not {once}")
 
 
 def in_barriers(number: int) -> None:
