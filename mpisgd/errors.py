@@ -47,6 +47,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidRank",
     "JobError",
+    "LearnerLost",
     "MpiFailed",
     "MpiNotFound",
     "MpisgdError",
@@ -147,6 +148,17 @@ class PeerLost(MpiFailed, ConnectionError):
 
     What to do: look for the first error in the output and in the log of the host's kernel; use
     `mpisgd.elastic` or `python -m mpisgd run --restarts` for jobs that are to continue.
+    """
+
+
+class LearnerLost(PeerLost):
+    """A rank of this rank's learner of `DiLoCo(quorum=, learners=)` was lost, which ends the learner.
+
+    The other learners go on. The error ends this process alone, and not the job.
+
+    Causes: those of `PeerLost`.
+
+    What to do: nothing for the training, which goes on without this learner; look why the rank was lost.
     """
 
 

@@ -211,6 +211,8 @@ class Group:
 
         All its communicators have been revoked and all waits cancelled, so the threads end at once.
         """
+        if self._resources is not None and (scope := self._resources.queue.scope) is not None:
+            scope.end(PeerLost(reason))
         self._abandon(PeerLost(reason))
         self._lost = reason
         self._end_use()
@@ -238,6 +240,8 @@ class Group:
 
     def free(self) -> None:
         """Free what belongs to the group. Collective over the members; programs call `close_group`."""
+        if self._resources is not None and (scope := self._resources.queue.scope) is not None:
+            scope.close()
         if self.device is not None:
             self.device.close()
         if self._resources is not None:

@@ -7,6 +7,7 @@ groups that ranks use in opposite order would deadlock.
 """
 
 import collections
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.core.consistency import ConsistencyChecker, Operation
+from mpisgd.core.failure_scope import FailureScope
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.submission import Note, RepeatedOperation, Submission
 from mpisgd.core.work import QueuedWork, Work
@@ -42,6 +44,7 @@ INLINE_WAIT_S = 0.0003
 ABORT_S = 2.0  # a wait that has begun just now can be ended this soon, and much sooner in general
 ABORT_INTERVAL_S = 0.005
 JOIN_S = 1.0  # between two looks at what keeps the thread
+_NO_SCOPE = contextlib.nullcontext()
 
 
 class OperationQueue:
@@ -55,9 +58,11 @@ class OperationQueue:
         threads_allowed: whether MPI runs at THREAD_MULTIPLE, without which nothing can be asynchronous.
         ranks: the group's global ranks, for the timeline.
         on_failure: called when an operation fails on this rank that others may still come to.
+        scope: whose loss ends its operations; None: that of any rank of the job.
 
     Attributes:
         communicator: the communicator.
+        scope: as given.
         broken: why the queue cannot be used any more.
         running: the operation that runs now, None in between.
         on_mismatch: called on every rank when they have found out that they disagree, unless all that came
@@ -81,8 +86,10 @@ class OperationQueue:
         threads_allowed: bool,
         ranks: tuple[int, ...] = (),
         on_failure: Callable[[], None] = lambda: None,
+        scope: FailureScope | None = None,
     ) -> None:
         self.communicator = communicator
+        self.scope = scope
         self.name = name
         self.track = tracing.Track(f"group {name}", ranks)
         self.consistency = consistency = ConsistencyChecker(
@@ -186,12 +193,13 @@ class OperationQueue:
 
         Returns:
             False where nothing was done and `run` is needed: something runs or is queued, is recorded, has
-            an owner or has failed, or ranks may be without data.
+            an owner or has failed, or ranks may be without data; or the queue has a scope.
         """
         thread = threading.get_ident()
         if (
             tracing.sink is not None
             or self.uneven is not None
+            or self.scope is not None
             or self.communicator.only_thread not in (None, thread)
             or current_owner() is not None
             or not self._take_turn(thread)
@@ -258,7 +266,8 @@ class OperationQueue:
         submission.check_usable(self.broken)
         self.running = submission
         try:
-            submission.perform(self.consistency)
+            with self._in_scope():
+                submission.perform(self.consistency)
         except BaseException as exc:
             self._note_failure(submission, exc)
             raise
@@ -283,11 +292,15 @@ class OperationQueue:
         """Begin the consistency check and give the others a moment to come to it."""
         submission.check_usable(self.broken)
         try:
-            submission.begin(self.consistency)
-            submission.advance() or Backoff(INLINE_WAIT_S).wait_for(submission.advance)
+            with self._in_scope():
+                submission.begin(self.consistency)
+                submission.advance() or Backoff(INLINE_WAIT_S).wait_for(submission.advance)
         except BaseException as exc:
             self._note_failure(submission, exc)
             raise
+
+    def _in_scope(self) -> contextlib.AbstractContextManager[None]:
+        return _NO_SCOPE if self.scope is None else self.scope.operation()
 
     def _note_failure(self, submission: Submission, exc: BaseException) -> None:
         if submission.span is not None:

@@ -65,7 +65,8 @@ class GroupCommunicator(Communicator, Protocol):
         """Return one of its own over the same ranks. Collective, as all of the following.
 
         Args:
-            apart: whether the loss of a rank leaves it to the others: what they send each other still comes.
+            apart: whether the loss of a rank leaves it to the others: what they send each other still comes,
+                and so over all that are made of it.
         """
 
     def same_host(self) -> "GroupCommunicator":
@@ -74,11 +75,17 @@ class GroupCommunicator(Communicator, Protocol):
     def split(self, color: int) -> "GroupCommunicator":
         """Return one over the ranks that give the same `color`, ordered as here."""
 
-    def subset(self, ranks: Sequence[int]) -> "GroupCommunicator | None":
+    def subset(self, ranks: Sequence[int], *, apart: bool = False) -> "GroupCommunicator | None":
         """Return one over `ranks` in that order, None on the others."""
 
-    def create_group(self, ranks: Sequence[int], tag: int) -> "GroupCommunicator":
+    def create_group(self, ranks: Sequence[int], tag: int, *, apart: bool = False) -> "GroupCommunicator":
         """Return one over `ranks` in the order given. Collective over them alone."""
+
+    def is_revoked(self) -> bool:
+        """Return whether a rank has revoked it, as far as is known here."""
+
+    def revoke_family(self) -> None:
+        """End what goes on over one that is apart, and over all that were made of it, on all their ranks."""
 
     # -- messages -----------------------------------------------------------------------------------
 

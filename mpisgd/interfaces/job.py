@@ -24,6 +24,14 @@ class Job(Protocol):
         """Tells what the other ranks are doing; None where the ranks are threads of one process."""
 
     @property
+    def failure_detector(self) -> Any:
+        """Notices the loss of a rank; None where the job does not survive that."""
+
+    @property
+    def leaving(self) -> list[Callable[[], None]]:
+        """What this rank does before it ends by itself, while the job goes on; empty where it does not."""
+
+    @property
     def groups(self) -> list[Any]:
         """The groups that this rank knows of and has not closed."""
 

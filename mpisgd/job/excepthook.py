@@ -50,6 +50,9 @@ class ExceptHook:
         console: claimed by the rank of each host that prints.
         abort: ends every process of the job with an exit code.
         progress: returns a number that grows as the program goes on.
+
+    Attributes:
+        leaving: see `Job.leaving`: where there is anything in it, this process ends alone.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class ExceptHook:
         abort: Callable[[int], None],
         progress: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.leaving: list[Callable[[], None]] = []
         self._abort = abort
         self._progress = progress
         self._pid = os.getpid()
@@ -125,6 +129,9 @@ class ExceptHook:
 
         Another rank prints first, if it can: the first host's, and the lowest where all raise the same error.
         """
+        if self.leaving:
+            print_error(f"{self._name} raised, and ends; the job goes on without it: {exc}")
+            self.end_job(0)
         is_shared = isinstance(exc, MpisgdError) and exc.on_every_rank
         if is_shared and self._communicator.rank > 0:
             time.sleep(PRECEDENCE_S)
@@ -137,13 +144,25 @@ class ExceptHook:
         self.end_job(exc.exit_code if isinstance(exc, (JobError, CollectiveMismatch)) else 1)
 
     def end_job(self, exit_code: int) -> None:
-        """End every process of the job. Does not return."""
+        """End every process of the job, or this one where the others go on without it. Does not return.
+
+        MPI tells the others of a process that ends so if its exit code is 0 (Open MPI 5.0.11).
+        """
         tracing.flush()
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.leaving:
+            for callback in self.leaving:
+                callback()
+            os._exit(0)
         if self._communicator.size > 1:
             self._abort(exit_code)
         sys.exit(exit_code)  # alone: the ordinary way out, MPI is finalized on it
+
+    @property
+    def _name(self) -> str:
+        host = self._topology.hostnames[self._topology.node_rank]
+        return f"mpisgd: rank {self._communicator.rank} of {self._communicator.size} on {host}"
 
     def _report(self, exc: BaseException) -> str:
         if isinstance(exc, JobError):
@@ -151,9 +170,7 @@ class ExceptHook:
         report = _formatted(exc)
         if self._communicator.size == 1:
             return report
-        name = f"rank {self._communicator.rank} of {self._communicator.size}"
-        host = self._topology.hostnames[self._topology.node_rank]
-        return f"mpisgd: {name} on {host} raised, the job ends:\n{report}"
+        return f"{self._name} raised, the job ends:\n{report}"
 
 
 def shorten_tracebacks() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from mpisgd.core.failure_scope import FailureScope
 from mpisgd.core.group import Group, GroupResources
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology, discover
@@ -23,6 +24,7 @@ def make_group(
     threads_allowed: bool,
     topology: Topology | None = None,
     costs: CostModel | None = None,
+    scope: FailureScope | None = None,
 ) -> Group:
     """Make a group of the ranks of `communicator`, which it owns from now on. Collective over them.
 
@@ -34,6 +36,7 @@ def make_group(
         threads_allowed: whether MPI runs at THREAD_MULTIPLE.
         topology: which of them share a host; None: found out.
         costs: the job's measurements, of which those for such a group are taken.
+        scope: whose loss ends its operations; None: that of any rank of the job.
     """
     costs = costs or CostModel("none", ())
     if communicator is None:
@@ -57,6 +60,7 @@ def make_group(
         ranks=tuple(ranks),
         # The host's ranks learn that this one has left an operation that they may still come to.
         on_failure=revoke,
+        scope=scope,
     )
     messages = PointToPoint(communicator.duplicate(), timeout_s=timeout_s, threads_allowed=threads_allowed)
     messages.group = (name, tuple(ranks))

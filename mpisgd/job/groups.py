@@ -2,15 +2,23 @@
 
 import threading
 import zlib
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from torch import Tensor
 
 from mpisgd.arguments import as_index, check_text, shown
 from mpisgd.core.consistency import Operation
+from mpisgd.core.failure_scope import FailureScope
 from mpisgd.core.group import Group
-from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, InvalidRank, NcclFailed
+from mpisgd.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    InvalidRank,
+    NcclFailed,
+    PeerLost,
+)
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.interfaces.job import Job
 from mpisgd.job.group_factory import make_group
@@ -96,6 +104,7 @@ def open_group(
     runs_inline: bool = False,
     pg_options: Any = None,
     attempt: str = "",
+    lost: Callable[[str], PeerLost] | None = None,
 ) -> Group:
     """Make a group of some ranks of a job, this one among them. Collective over these ranks alone.
 
@@ -108,6 +117,8 @@ def open_group(
             the members come to them at about the same time; see `OperationQueue.runs_inline`.
         pg_options: of NCCL, see `mpisgd.init`; default: the job's.
         attempt: the same on all members. Messages of an attempt that has failed are no part of another one.
+        lost: the loss of a rank that is no member is then no event for the group's operations, and that of a
+            member ends them with the error that this makes of who was lost, in words.
 
     Raises:
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
@@ -118,7 +129,11 @@ def open_group(
     _wait_for_members(job.world.queue.communicator, members, name, timeout_s or job.timeout_s, attempt)
     tag = _checksum(members) % 2**15  # differs between overlapping groups, as a rule; every MPI takes it
     with waiting_for(WaitReason(f"the making of group '{name}'", members=tuple(members))):
-        communicator = job.world.queue.communicator.create_group(members, tag)
+        apart = lost is not None
+        communicator = job.world.queue.communicator.create_group(members, tag, apart=apart)
+    scope = None if lost is None else FailureScope(members, communicator, lost)
+    if scope is not None and job.failure_detector is not None:
+        job.failure_detector.scopes.append(scope)
     where = job.world.topology.subset(members)
     group = make_group(
         name,
@@ -128,6 +143,7 @@ def open_group(
         threads_allowed=job.threads_allowed,
         topology=where,
         costs=job.world.costs,
+        scope=scope,
     )
     group.queue.runs_inline = runs_inline and where.num_nodes == 1
     chosen, wrong = describe(pg_options)

@@ -195,6 +195,8 @@ class _Run(Generic[T]):
                 raise
             returned = exc
         if is_initialized():
+            for callback in current_job().leaving:
+                callback()
             detector = abandon("a rank of the job was lost").failure_detector
             if detector is not None:
                 detector.stop()

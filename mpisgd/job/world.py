@@ -61,6 +61,7 @@ class Job:
         at_end: called by all ranks in `shutdown()`, once nothing is in flight any more.
         lost_ranks: whether ranks were lost before this world was made.
         lost_host: whether a host was, for which MPI's own finalize would wait.
+        leaving: called where this rank ends by itself, as the others go on without it; [] where it does not.
         asked_for_end: whether this rank has asked the others to end `elastic.run`.
         make_next: makes the job of the ranks of another communicator, those that are left after a loss.
     """
@@ -87,6 +88,7 @@ class Job:
     at_end: list[Callable[[], None]] = field(default_factory=list)
     lost_ranks: bool = False
     lost_host: bool = False
+    leaving: list[Callable[[], None]] = field(default_factory=list)
     asked_for_end: bool = False
     make_next: "Callable[[Any], Job] | None" = None
 
@@ -166,6 +168,7 @@ def _make_with(
     # The queue is of no use to `hooks` once the world is closed, its counter is.
     consistency = world.queue.consistency
     job.hooks = ExceptHook(communicator, topology, console, abort, lambda: consistency.number)
+    job.hooks.leaving = job.leaving
     job.faults = FaultReport(communicator.rank, communicator.size, topology.hostnames[topology.node_rank])
     collector = StateCollector(communicator, topology, job.groups, threads_allowed=threads_allowed)
     watchdog = Watchdog(

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from mpisgd.arguments import ranks_text
+from mpisgd.core.failure_scope import FailureScope
 from mpisgd.errors import CollectiveTimeout, MpisgdError, PeerLost
 from mpisgd.monitor.process_inspector import ProcessIdentity, is_gone, is_stopped_or_gone
 from mpisgd.threads import waiting
@@ -66,11 +67,15 @@ class FailureDetector:
     Args:
         communicator: of the ranks; it tells which are lost, and whether it was revoked.
         fault_tolerance: see there.
+
+    Attributes:
+        scopes: what goes on after a loss, unless one of its own ranks is lost.
     """
 
     def __init__(self, communicator: Any, fault_tolerance: FaultTolerance) -> None:
         self._fault_tolerance = fault_tolerance
         self._communicator = communicator
+        self.scopes: list[FailureScope] = []
         self._overdue: Any = None  # a communicator that is revoked where a call is blocked for too long
         self._aborted: Any = None  # one that is revoked where the job ends
         self._is_aborting = False
@@ -91,15 +96,16 @@ class FailureDetector:
         if self._aborted is not None and not self._is_aborting and self._aborted.is_revoked():
             # Each waits for the ranks behind it alone, or all would wait for each other.
             self._exit([*filter(is_stopped_or_gone, self._before), *self._behind], 0)
-        if self._has_failed:
-            self._communicator.lost()  # MPI's messages move
-        else:
-            self._has_failed = self._check()
+        lost = self._communicator.lost()  # MPI's messages move
+        if not self._has_failed:
+            self._has_failed = self._check(lost)
+        if not self._is_retired:
+            for scope in self.scopes:
+                scope.look(lost)
         return True
 
-    def _check(self) -> bool:
-        """Return whether there is a failure; every wait is ended then."""
-        lost = self._communicator.lost()
+    def _check(self, lost: Sequence[int]) -> bool:
+        """Return whether there is a failure; every wait is ended then, but those in scopes."""
         is_revoked = self._communicator.is_revoked()
         # Asked last: the revocation that tells why the others are revoked comes before theirs.
         if self._overdue is not None and self._overdue.is_revoked():
@@ -153,7 +159,7 @@ class FailureDetector:
 
         Where a rank turns out to be lost, that is the reason.
         """
-        if not self._check() and self._overdue is not None:
+        if not self._check(self._communicator.lost()) and self._overdue is not None:
             self._overdue.revoke()
             self._end_waits(CollectiveTimeout(reason))
 
@@ -179,3 +185,6 @@ class FailureDetector:
         """End every wait of this rank, and of those that share a communicator with it."""
         waiting.cancel_all(error)
         self._fault_tolerance.revoke_all()
+        if not isinstance(error, PeerLost):
+            for scope in self.scopes:
+                scope.end(error)

@@ -192,7 +192,7 @@ class DistributedOptimizer(SavedState):
                     self._synchronizer.gradients,
                     backward_passes_per_step,
                     trained=[param for _, param in named],
-                    group=members,
+                    group=self._synchronizer.model_group,
                     owner=self._owner,
                 )
             self.strategy = strategy

@@ -105,7 +105,8 @@ class StepCycle:
         goes_on = synchronizer.replicas_differ and synchronizer.num_steps > 0
         is_first = not self._has_started and not goes_on
         again = window.gradients.combines and window.steps % SETTINGS_EVERY == 0
-        checks = self._checks_start and training.group.size > 1 and self._strategy.starts_together
+        group = training.group if is_first else synchronizer.model_group
+        checks = self._checks_start and group.size > 1 and self._strategy.starts_together
         if checks and (is_first or again):
             wait_for_parameters()
             in_memory = [
@@ -115,7 +116,7 @@ class StepCycle:
                 "DistributedOptimizer",
                 () if self._has_warned else in_memory,
                 optimizer.param_groups,
-                training.group,
+                group,
                 window.when,
                 unless=", or pass check_start=False if that is meant",
                 has_started=not is_first,

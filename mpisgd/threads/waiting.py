@@ -5,10 +5,11 @@ the core in between, sleep once it takes long (where the rank they wait for can 
 are scarce), and raise at their timeout.
 """
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mpisgd.errors import MpisgdError, PeerLost, afresh
 from mpisgd.threads import scheduling, wait_registry
@@ -24,6 +25,7 @@ __all__ = [
     "allow_waits",
     "cancel_all",
     "cancel_reason",
+    "cancelled_by",
     "cancelled_by_loss",
     "is_oversubscribed",
     "pause_s",
@@ -55,6 +57,23 @@ _main_thread = threading.main_thread().ident
 _oversubscribed = True
 _pending_messages: set[int] = set()
 _of_process = Cancellation()
+
+
+class _OfThread(threading.local):
+    cancellation: Cancellation | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextlib.contextmanager
+def cancelled_by(cancellation: Cancellation) -> Iterator[None]:
+    """Let this cancellation alone end the waits of this thread meanwhile; `cancel_all` ends none of them."""
+    before, _of_thread.cancellation = _of_thread.cancellation, cancellation
+    try:
+        yield
+    finally:
+        _of_thread.cancellation = before
 
 
 def _cancellation() -> Cancellation:
@@ -152,16 +171,17 @@ class Backoff:
             yield_s: for so long it only yields the core, before it sleeps that way.
 
         Raises:
-            PeerLost: a rank of the job was lost; or whatever else was given to `cancel_all`.
+            PeerLost: a rank of the job was lost; or whatever else was given to `cancel_all`, or to the
+                cancellation of `cancelled_by`.
         """
         if (own := scheduling.scheduler()) is not None:
             return self._wait_in_turn(own, ready)
-        noted = False
+        noted, cancellation = False, _of_thread.cancellation or _of_process
         in_background = threading.get_ident() != _main_thread
         spin_s = SHORT_SPIN_S if _oversubscribed or in_background else SPIN_S
         try:
             while not ready():
-                if _of_process.error is not None and (reason := _to_raise(_of_process)) is not None:
+                if cancellation.error is not None and (reason := _to_raise(cancellation)) is not None:
                     raise reason
                 waited = time.monotonic() - self.started
                 if waited >= self.limit_s:
@@ -192,7 +212,7 @@ class Backoff:
 
     def _wait_in_turn(self, own: scheduling.Scheduler, ready: Callable[[], bool]) -> bool:
         """Do the same where a scheduler decides who runs, which asks whether this wait is over."""
-        cancellation = own.cancellation()
+        cancellation = _of_thread.cancellation or own.cancellation()
 
         def is_over() -> bool:
             if ready():

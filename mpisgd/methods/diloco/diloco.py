@@ -32,6 +32,7 @@ from mpisgd.methods.diloco.fragment import Fragment, Rhythm, State
 from mpisgd.methods.diloco.fragments import cut, names_of_fragments
 from mpisgd.methods.diloco.outer import OuterChoice
 from mpisgd.methods.diloco.quorum.learner import Pace, QuorumSynchronizer
+from mpisgd.methods.diloco.quorum.one_model import learners_of
 from mpisgd.methods.diloco.quorum.rounds import Rule
 from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.example_counts import mean_in_place
@@ -45,7 +46,8 @@ __all__ = ["DiLoCo"]
 BUFFERS = "buffers"  # the name of their mean
 GRACE_S = 10.0
 WEIGHTS = ("tokens", "equal")
-OF_QUORUM = ("quorum", "grace_s", "weights")  # fields
+LEARNERS = ("rank", "host")
+OF_QUORUM = ("quorum", "grace_s", "weights", "learners")  # fields
 OWN_PACE = replace(
     LOCAL_STEPS,
     of="DiLoCo(quorum)",
@@ -122,6 +124,7 @@ class DiLoCo(Strategy):
     quorum: int | str | None = None
     grace_s: float | None = None
     weights: str | None = None
+    learners: int | str = "rank"
 
     def __repr__(self) -> str:
         lock_step = self.quorum is None
@@ -158,6 +161,8 @@ class DiLoCo(Strategy):
             for name in ("grace_s", "weights"):
                 if getattr(self, name) is not None:
                     raise InvalidArgument(f"DiLoCo: {name}={shown(getattr(self, name))} goes with quorum=")
+            if self.learners != "rank":
+                raise InvalidArgument(f"DiLoCo: learners={shown(self.learners)} goes with quorum=")
             return
         is_count = isinstance(quorum, int) and not isinstance(quorum, bool) and quorum >= 1
         if not (is_count or (isinstance(quorum, str) and quorum == "all")):
@@ -173,6 +178,12 @@ class DiLoCo(Strategy):
             check_timeout("DiLoCo", "grace_s", self.grace_s)
         if self.weights is not None and not (isinstance(self.weights, str) and self.weights in WEIGHTS):
             raise InvalidArgument(f"DiLoCo: weights={shown(self.weights)}; expected one of {WEIGHTS}")
+        if isinstance(self.learners, str) and self.learners in LEARNERS:
+            return
+        if not isinstance(self.learners, int) or isinstance(self.learners, bool) or self.learners < 1:
+            raise InvalidArgument(
+                f"DiLoCo: learners={shown(self.learners)}; expected one of {LEARNERS}, or a number of ranks"
+            )
 
     def _rule(self, size: int) -> Rule:
         """Return when an outer step of so many learners is due, with `quorum`."""
@@ -258,13 +269,27 @@ class DiLoCo(Strategy):
             )
 
     def check_ranks(self, training: Training) -> None:
-        """Raise if there are fewer ranks than the quorum, or if the thread level of MPI is too low."""
+        """Raise if there are fewer learners than the quorum, or if the thread level of MPI is too low.
+
+        Raises:
+            InvalidArgument: then, and where a host's ranks cannot be divided into learners.
+        """
         if self.quorum is None:
             return
         group = training.group
-        if isinstance(self.quorum, int) and self.quorum > group.size:
+        count, on_gpu = (
+            len(learners_of(group.topology, self.learners)),
+            any(p.is_cuda for p in training.params),
+        )
+        if isinstance(self.quorum, int) and self.quorum > count:
+            each = {"rank": "each rank is one", "host": "each host is one"}
             raise InvalidArgument(
-                f"DiLoCo: quorum={self.quorum}, and there are {group.size} learners: each rank is one"
+                f"DiLoCo: quorum={self.quorum}, and there are {count} learners: "
+                + each.get(str(self.learners), f"{self.learners} ranks are one")
+            )
+        if self.learners != "rank" and on_gpu:
+            raise InvalidArgument(
+                f"DiLoCo: learners={self.learners!r} is for parameters on the CPU; with GPUs each rank is one"
             )
         if group.size > 1 and not group.queue.threads_allowed:
             raise InvalidArgument(
@@ -275,8 +300,9 @@ class DiLoCo(Strategy):
     def synchronizer(self, training: Training) -> LocalSynchronizer:
         """Return the working part, which takes the outer steps."""
         if self.quorum is not None:
-            rule = self._rule(training.group.size)
-            return QuorumSynchronizer(training, Pace(self.sync_every, rule, self._outer_choice))
+            rule = self._rule(len(learners_of(training.group.topology, self.learners)))
+            pace = Pace(self.sync_every, rule, self._outer_choice, self.learners)
+            return QuorumSynchronizer(training, pace)
         return DiLoCoSynchronizer(training, self)
 
     def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
@@ -297,6 +323,7 @@ class DiLoCo(Strategy):
             fragments=names_of_fragments(lengths, self.fragments) if self.fragments > 1 else (),
             tau=self.overlap_steps,
             alpha=self.overlap_alpha,
+            ranks={"rank": 1, "host": 0}.get(self.learners, self.learners),  # type: ignore[arg-type]
         )
 
 

@@ -8,7 +8,8 @@ DiLoCo with overlapping communication", algorithms 1 and 2; without Nesterov's m
     v   <- mu v + D;   theta <- theta - lr (D + mu v)             or theta - lr v, without Nesterov
     x_i <- alpha x_i + (1 - alpha) theta       tau steps after D was taken; alpha is 0 if tau is 0
 
-n_i: examples of rank i of p since the last D; c_i = p n_i / (n_1 + ... + n_p). Fragment f of F is due f H / F
+n_i: examples of rank i of p since the last D; c_i = p n_i / (n_1 + ... + n_p). Where several ranks are one
+learner, they take g_i = the mean of their gradients, and i counts learners in the mean D. Fragment f of F is due f H / F
 steps later than the first one. Each travels by itself; parameters that are added later are another one, which
 is due with the first.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, own, part, sent
+from mpisgd.methods.paper_kit import Paper, Vec, Vecs, World, alike, filled, mean, own, part, sent
 
 __all__ = ["DiLoCo", "State"]
 
@@ -43,7 +44,11 @@ class State:
 
 @dataclass(frozen=True)
 class DiLoCo(Paper[State]):
-    """Fragments are the names of their parameters; by default there is one, of all."""
+    """Fragments are the names of their parameters; by default there is one, of all.
+
+    Attributes:
+        ranks: of a host, how many are one learner; 0: all of them.
+    """
 
     keeps = State
     consensus = "theta"
@@ -57,24 +62,37 @@ class DiLoCo(Paper[State]):
     fragments: tuple[tuple[str, ...], ...] = ()
     tau: int = 0
     alpha: float = 0.0
+    ranks: int = 1
+
+    def _learners(self, w: World) -> list[tuple[int, ...]]:
+        cut = [(host, self.ranks or len(host)) for host in w.hosts]
+        return [host[k : k + count] for host, count in cut for k in range(0, len(host), count)]
 
     def start(self, x: Vecs, w: World) -> State:
         s = super().start(x, w)
         return replace(s, wire={(): s.wire})
+
+    def reduce(self, s: State, g: Vecs, w: World) -> tuple[State, Vecs]:
+        if self.ranks == 1:
+            return s, g
+        means = {ranks: mean(filled({i: g[i] for i in ranks}), w) for ranks in self._learners(w)}
+        return s, {i: means[ranks] for ranks in means for i in ranks}
 
     def after(self, s: State, x: Vecs, w: World) -> tuple[State, Vecs]:
         s = replace(s, n={i: {f: s.n.get(i, {}).get(f, 0) + w.weight[i] for f in s.theta} for i in w.ranks})
         if added := tuple(s.theta.without([*chain(*s.fragments)])):
             s = replace(s, fragments=(*s.fragments, added) if s.fragments else self.fragments or (added,))
         F = max(1, len(self.fragments))
+        first = tuple(ranks[0] for ranks in self._learners(w)) if self.ranks != 1 else w.ranks
+        between = w if self.ranks == 1 else w._replace(ranks=first, hosts=tuple((i,) for i in first))
         for f, names in enumerate(s.fragments):
             since = w.step - (f * self.H // F if f < F else 0)
             if self.tau and since % self.H == self.tau and s.D.only(names):
                 s, x = self._outer_step(s, x, names)
             if since >= 0 and since % self.H == 0:
-                changes = {i: s.theta.only(names) - x[i].only(names) for i in w.ranks}
-                kept, counts = s.wire.get(names, s.wire[()]), {i: s.n[i][names[0]] for i in w.ranks}
-                kept, D = sent(kept, changes, w.only(names), counts)
+                changes = {i: s.theta.only(names) - x[i].only(names) for i in first}
+                kept, counts = s.wire.get(names, s.wire[()]), {i: s.n[i][names[0]] for i in first}
+                kept, D = sent(kept, changes, between.only(names), counts)
                 n = {i: s.n[i] | dict.fromkeys(names, 0) for i in w.ranks}
                 s = replace(s, D=s.D | D, n=n, wire=s.wire | {names: kept})
                 s, x = (s, x) if self.tau else self._outer_step(s, x, names)

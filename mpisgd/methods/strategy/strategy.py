@@ -112,6 +112,11 @@ class Synchronizer:
             "load_state_dict() with that of all of them before"
         )
 
+    @property
+    def model_group(self) -> Group:
+        """The ranks that combine their gradients, and so have one model, where any do."""
+        return self.training.group
+
     # -- what is kept from step to step -------------------------------------------------------------
 
     @property

@@ -41,7 +41,14 @@ class LoopbackCommunicator:
         given_bytes: what this rank has given to each.
     """
 
-    def __init__(self, context: Context, rank: int, *, apart: bool = False) -> None:
+    def __init__(
+        self,
+        context: Context,
+        rank: int,
+        parent: "LoopbackCommunicator | None" = None,
+        *,
+        apart: bool = False,
+    ) -> None:
         self.context = context
         self.rank = rank
         self.size = len(context.ranks)
@@ -57,8 +64,9 @@ class LoopbackCommunicator:
         self._num_meetings = self._num_agreements = 0
         self._num_apart: Counter[Any] = Counter()
         self._acknowledged: frozenset[int] = frozenset()
-        if not apart:
-            context.network.communicators[self.process][self] = None
+        of_rank = context.network.communicators[self.process]
+        self._family: dict[Any, None] = {} if apart else of_rank if parent is None else parent._family
+        self._family[self] = None
 
     # -- meetings -----------------------------------------------------------------------------------
 
@@ -94,7 +102,7 @@ class LoopbackCommunicator:
             ranks = [self.context.ranks[member] for member in members]
             names = [self.global_ranks[member] for member in members]
             meeting.made[key] = Context(self._network, ranks, names)
-        return LoopbackCommunicator(meeting.made[key], members.index(self.rank), apart=apart)
+        return LoopbackCommunicator(meeting.made[key], members.index(self.rank), self, apart=apart)
 
     # -- life of the communicator -------------------------------------------------------------------
 
@@ -102,16 +110,16 @@ class LoopbackCommunicator:
         """Return a communicator of its own over the same ranks. Collective.
 
         Args:
-            apart: whether the revocation of all communicators spares it.
+            apart: whether the revocation of all communicators spares it, and all that are made of it.
         """
         return self._context_of(self._meet("Comm_dup", None), None, range(self.size), apart=apart)
 
-    def subset(self, ranks: Sequence[int]) -> "LoopbackCommunicator | None":
+    def subset(self, ranks: Sequence[int], *, apart: bool = False) -> "LoopbackCommunicator | None":
         """Return a communicator over `ranks` in that order, None on the others. Collective over this one."""
         meeting = self._meet("Comm_split", None)
-        return self._context_of(meeting, None, ranks) if self.rank in ranks else None
+        return self._context_of(meeting, None, ranks, apart=apart) if self.rank in ranks else None
 
-    def create_group(self, ranks: Sequence[int], tag: int) -> "LoopbackCommunicator":
+    def create_group(self, ranks: Sequence[int], tag: int, *, apart: bool = False) -> "LoopbackCommunicator":
         """Return a communicator over `ranks` in the order given. Collective over them alone."""
         self.context.check(self.rank, ranks)
         name = (tuple(ranks), tag)
@@ -129,7 +137,7 @@ class LoopbackCommunicator:
             return True
 
         self._network.wait(is_over, lambda: f"Comm_create_group of the ranks {list(ranks)}")
-        return self._context_of(meeting, None, list(ranks))
+        return self._context_of(meeting, None, list(ranks), apart=apart)
 
     def split(self, color: int) -> "LoopbackCommunicator":
         """Return a communicator over the ranks that give the same `color`, ordered as here. Collective."""
@@ -148,7 +156,7 @@ class LoopbackCommunicator:
     def free(self) -> None:
         """Free the communicator. Collective."""
         self._meet("Comm_free", None)
-        self._network.communicators[self.process].pop(self, None)
+        self._family.pop(self, None)
 
     def abort(self, exit_code: int) -> None:
         """End the job."""
@@ -165,6 +173,10 @@ class LoopbackCommunicator:
     def revoke(self) -> None:
         """End whatever goes on over this communicator, on every rank."""
         self._network.revoke([self.context], self.process)
+
+    def revoke_family(self) -> None:
+        """End whatever goes on over this communicator, which is apart, and those that were made of it."""
+        self._network.revoke([each.context for each in self._family], self.process)
 
     def is_revoked(self) -> bool:
         """Return whether a rank has revoked it, as far as is known here."""

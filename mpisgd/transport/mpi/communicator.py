@@ -84,8 +84,9 @@ class Communicator:
         self.given_bytes: Counter[str] = Counter()
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
         self.only_thread = _only_thread()
-        if not apart:
-            _communicators.add(self)
+        inherited = _communicators if parent is None else parent._family
+        self._family: weakref.WeakSet[Communicator] = weakref.WeakSet() if apart else inherited
+        self._family.add(self)
 
     # -- life of the communicator -------------------------------------------------------------------
 
@@ -94,32 +95,33 @@ class Communicator:
         """Return a communicator of its own over the same ranks. Collective.
 
         Args:
-            apart: whether `revoke_all` spares it.
+            apart: whether `revoke_all` spares it, and all that are made of it.
         """
         return Communicator(_intra(self.comm.Dup()), self, apart=apart)
 
     @mpi_call("Comm_split", blocks=True)
-    def subset(self, ranks: Sequence[int]) -> "Communicator | None":
+    def subset(self, ranks: Sequence[int], *, apart: bool = False) -> "Communicator | None":
         """Return a communicator over `ranks` in that order, None on the others. Collective over this one."""
         color = 0 if self.rank in ranks else MPI.UNDEFINED
         key = ranks.index(self.rank) if self.rank in ranks else 0
         comm = self.comm.Split(color, key)
-        return None if comm == MPI.COMM_NULL else Communicator(_intra(comm), self)
+        return None if comm == MPI.COMM_NULL else Communicator(_intra(comm), self, apart=apart)
 
     @mpi_call("Comm_create_group", blocks=True)
-    def create_group(self, ranks: Sequence[int], tag: int) -> "Communicator":
+    def create_group(self, ranks: Sequence[int], tag: int, *, apart: bool = False) -> "Communicator":
         """Return a communicator over `ranks` in the order given. Collective over them alone.
 
         Args:
             ranks: of this communicator, this one among them.
             tag: keeps apart what threads or overlapping sets of ranks ask for at the same time.
+            apart: see `duplicate`.
         """
         everyone = self.comm.Get_group()
         members = everyone.Incl(list(ranks))
         comm = self.comm.Create_group(members, tag)
         members.Free()
         everyone.Free()
-        return Communicator(comm, self)
+        return Communicator(comm, self, apart=apart)
 
     @mpi_call("Comm_split", blocks=True)
     def split(self, color: int) -> "Communicator":
@@ -134,7 +136,7 @@ class Communicator:
     @mpi_call("Comm_free", blocks=True)
     def free(self) -> None:
         """Free the communicator. Collective."""
-        _communicators.discard(self)
+        self._family.discard(self)
         self.comm.Free()
 
     def abort(self, exit_code: int) -> None:
@@ -156,6 +158,11 @@ class Communicator:
         """End whatever goes on over this communicator, on every rank."""
         with contextlib.suppress(MPI.Exception):
             self.comm.Revoke()
+
+    def revoke_family(self) -> None:
+        """End whatever goes on over this communicator, which is apart, and those that were made of it."""
+        for communicator in list(self._family):
+            communicator.revoke()
 
     def is_revoked(self) -> bool:
         """Return whether a rank has revoked it."""

@@ -1,9 +1,10 @@
 """`QuorumSynchronizer`: a learner of `DiLoCo(quorum=)`, which trains at its own pace.
 
-Each rank is a learner. The first rank of the group has the outer parameters, too, and a thread that serves
-all learners; see `syncer`. No step has a collective operation in it, but the first one, and the first after a
-load: so a learner that is lost, stopped or slow is waited for by the quorum and the grace alone. One without
-which an outer step was taken sends its parameters before it has taken all its steps; see `rounds`.
+Each rank is a learner, or those of a host are, of which the first one speaks for all; see `one_model`. The
+first rank of the group has the outer parameters, too, and a thread that serves all learners; see `syncer`. No
+step has a collective operation of learners in it, but the first one, and the first after a load: so a learner
+that is lost, stopped or slow is waited for by the quorum and the grace alone. One without which an outer step
+was taken sends its parameters before it has taken all its steps; see `rounds`.
 """
 
 import contextlib
@@ -17,8 +18,11 @@ from torch import Tensor
 from mpisgd.arguments import check_positive
 from mpisgd.collectives.coalesced import broadcast_coalesced
 from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, PeerLost
 from mpisgd.event_log import Entry, EventLog, Place, grads_of
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.gradient_sync import GradientSync
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.method_state import REBUILD, own
 from mpisgd.methods.diloco.outer import OuterChoice, OuterOptimizer
@@ -36,10 +40,12 @@ from mpisgd.methods.diloco.quorum.messages import (
     Said,
     Told,
 )
+from mpisgd.methods.diloco.quorum.one_model import OneModel
 from mpisgd.methods.diloco.quorum.rounds import Contribution, Rounds, Rule
 from mpisgd.methods.diloco.quorum.syncer import PLACE, Syncer
 from mpisgd.methods.strategy.flat_copy import FlatCopy
 from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.replicated import reducer_of
 from mpisgd.methods.strategy.training import Training
 from mpisgd.threads.scheduling import now_s
 from mpisgd.threads.wait_registry import WaitReason
@@ -48,6 +54,7 @@ from mpisgd.threads.waiting import Backoff
 __all__ = ["Pace", "QuorumSynchronizer"]
 
 NO_LIMIT_S = float("inf")
+PATIENCE = 2  # times the timeout, which the first rank of a learner waits
 
 
 class Pace(NamedTuple):
@@ -57,16 +64,18 @@ class Pace(NamedTuple):
         sync_every: steps from one time that it sends its parameters to the next; fewer after it was late.
         rule: when an outer step is due.
         outer: the outer optimizer.
+        learners: which ranks are one; see `one_model.learners_of`.
     """
 
     sync_every: int
     rule: Rule
     outer: OuterChoice
+    learners: int | str = "rank"
 
 
 @dataclass
 class _State:
-    """What is kept from step to step; all of it is a rank's own.
+    """What is kept from step to step; all of it is a rank's own. Ranks of a learner have the same.
 
     Attributes:
         version: of the outer parameters that this learner began from.
@@ -88,7 +97,7 @@ class QuorumSynchronizer(LocalSynchronizer):
     """Sends this learner's parameters, and goes on from the outer ones: every `sync_every` steps, if in time.
 
     Attributes:
-        events: what is recorded of this learner, if anything: see `mpisgd.event_log`.
+        events: what is recorded of this learner, on its first rank, if anything: see `mpisgd.event_log`.
         outer_events: what is recorded of the outer parameters, on the first rank.
     """
 
@@ -99,7 +108,8 @@ class QuorumSynchronizer(LocalSynchronizer):
         super().__init__(training)
         self._pace = pace
         self.state = _State()
-        self._link: Link | None = None
+        self._has_begun = False
+        self._link: Link | None = None  # of the first rank of a learner
         self._syncer: Syncer | None = None
         self._communicator: GroupCommunicator | None = None
         self._next_examples = 0
@@ -121,6 +131,31 @@ class QuorumSynchronizer(LocalSynchronizer):
 
     # -- the beginning and the end ------------------------------------------------------------------
 
+    def open(self) -> None:
+        """Let the ranks of this learner find each other; the loss of one of them ends it."""
+        self._model = OneModel(self.training.group, self._pace.learners)
+        if (group := self._model.group) is not None:
+            training = self.training._replace(group=group)
+            self.gradients: GradientSync = reducer_of(training, CompressionState())
+        if (scope := self._model.scope) is not None:
+            scope.at_loss.append(self._be_lost)
+
+    @property
+    def model_group(self) -> Group:
+        """See `Synchronizer`: the ranks of this learner."""
+        return self.training.group if self._model.group is None else self._model.group
+
+    def _be_lost(self) -> None:
+        """Tell the others that this learner ends, and no other one; on any thread."""
+        if (link := self._link) is not None:
+            link.give_up()
+        self.training.group.job.leaving.append(self._serve_out)
+
+    def _serve_out(self) -> None:
+        """Serve the others to their end, where this rank has the outer parameters."""
+        if self._syncer is not None:
+            self._syncer.join()
+
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin: the first rank's parameters are the outer ones.
 
@@ -133,18 +168,25 @@ class QuorumSynchronizer(LocalSynchronizer):
                 "alone; let each of as many ranks load what it has saved, or load the model alone, and begin "
                 "with its parameters"
             )
+        self._model.begin([*tensors.values(), *self.buffers])
 
     def derive(self) -> None:
         """Begin the exchanges, after those of before have ended. Collective."""
         self.close()
         self._is_done = False
         group, params = self.training.group, self.tensors()
-        made: list[GroupCommunicator] = []
-        communicator = group.queue.communicator
+        made: list[GroupCommunicator | None] = []
+        communicator, firsts = group.queue.communicator, self._model.firsts
         operation = Operation("DiLoCo", extra="start of its rounds")
-        group.queue.run(operation, lambda: made.append(communicator.duplicate(apart=True)))
+        group.queue.run(operation, lambda: made.append(communicator.subset(firsts, apart=True)))
         (self._communicator,) = made
-        form = FlatCopy([*params.values(), *self.buffers])
+        self._form = form = FlatCopy([*params.values(), *self.buffers])
+        self._has_begun = True
+        group.job.at_end.append(self._end)
+        self._began_s, self._until_s, self._untimed = now_s(), None, self.state.steps + 1
+        self.is_fresh = False
+        if self._communicator is None:
+            return
         if group.rank == 0:
             rounds = self._make_rounds(form, list(params))
             self._syncer = Syncer(
@@ -156,10 +198,8 @@ class QuorumSynchronizer(LocalSynchronizer):
                 lambda: not group.is_usable,
             )
         limit_s = group.queue.consistency.timeout_s
-        self._link = Link(self._communicator, form, group.name, group.ranks[0], limit_s)
-        group.job.at_end.append(self._end)
-        self._began_s, self._until_s, self._untimed = now_s(), None, self.state.steps + 1
-        self.is_fresh = False
+        check = self._model.check
+        self._link = Link(self._communicator, form, group.name, group.ranks[0], limit_s, check)
 
     def _make_rounds(self, form: FlatCopy, keys: Sequence[str]) -> Rounds:
         """Make the outer parameters, from the state where that has some."""
@@ -173,7 +213,7 @@ class QuorumSynchronizer(LocalSynchronizer):
             entries,
             saved["options"] if same else {},
         )
-        rounds = Rounds(pace.rule, keys, newest, outer, self.training.group.size)
+        rounds = Rounds(pace.rule, keys, newest, outer, len(self._model.firsts))
         if saved:
             rounds.version, rounds.missing = saved["version"], set(saved["missing"])
             rounds.based = dict(saved["based"])
@@ -186,15 +226,18 @@ class QuorumSynchronizer(LocalSynchronizer):
 
     def close(self) -> None:
         """End the exchanges. Collective, unless a rank is lost."""
-        if self._link is not None:
+        if self._has_begun:
             self.training.group.job.at_end.remove(self._end)
             self._end()
 
     def _end(self) -> None:
+        self._has_begun = False
         link, self._link = self._link, None
-        assert link is not None
+        if link is None:
+            return
+        is_lost = self._model.scope is not None and self._model.scope.error is not None
         try:
-            if not self._is_done:
+            if not self._is_done and not is_lost:
                 self._take(link.ask(Said(CLOSE)), into=None)
         finally:
             link.close()
@@ -202,7 +245,7 @@ class QuorumSynchronizer(LocalSynchronizer):
         if self._syncer is not None:
             self._syncer.join()
             self._syncer = None
-        if self.training.group.queue.broken is None:
+        if self.training.group.queue.broken is None and not is_lost:
             self._communicator.free()
         self._communicator = None
 
@@ -222,7 +265,8 @@ class QuorumSynchronizer(LocalSynchronizer):
     def next_batch(self, *, examples: int) -> None:
         """Set the number of examples (or tokens) of this rank's next backward pass, for `weights="tokens"`.
 
-        Those of several passes before a step are added up. All learners call it before every step, or none.
+        Those of several passes before a step are added up, and so are those of the ranks of a learner. All
+        ranks call it before every step, or none.
         """
         check_positive("next_batch", "examples", examples, whole=True)
         self._next_examples += examples
@@ -240,12 +284,13 @@ class QuorumSynchronizer(LocalSynchronizer):
         state, examples = self.state, self._next_examples
         self._next_examples = 0
         state.steps += 1
+        examples, is_due = self._model.count(examples, state.steps >= self._pace.sync_every or self._is_due())
         state.examples += examples or 1
         state.counted += examples > 0
         if self.events is not None:
             self._record("step", {**self._grads, "examples of the step": torch.tensor(examples or 1)})
             self._grads = {}
-        if state.steps < self._pace.sync_every and not self._is_due():
+        if not is_due:
             return
         if self._pace.rule.by_examples and state.counted not in (0, state.steps):
             raise InvalidArgument(
@@ -266,17 +311,19 @@ class QuorumSynchronizer(LocalSynchronizer):
         return now_s() + half_step_s >= self._until_s
 
     def _enter(self) -> None:
-        state, link, params = self.state, self._usable_link(), self.tensors()
-        if not link.form.fits([*params.values(), *self.buffers]):
+        state, form, params = self.state, self._usable_form(), self.tensors()
+        if not form.fits([*params.values(), *self.buffers]):
             raise InvalidArgument(
                 "DiLoCo(quorum=): parameters have other dtypes or shapes than at the first step; convert the "
                 "model before the optimizer is made"
             )
-        link.form.load([*params.values(), *self.buffers])
+        self._model.average(self.buffers)
+        form.load([*params.values(), *self.buffers])
         said = Said(
             ENTER, state.version, state.steps, state.examples, int(state.counted > 0), self._full_us()
         )
-        told = link.ask(said, sends=True)
+        limit_s = PATIENCE * self.training.group.queue.consistency.timeout_s
+        told = self._model.led(lambda: self._own_link.ask(said, sends=True), form, limit_s)
         self._take(told, into=params)
         state.steps = state.examples = state.counted = 0
         self._began_s, self._untimed = now_s(), 0
@@ -289,33 +336,40 @@ class QuorumSynchronizer(LocalSynchronizer):
             return 0
         return max(1, int((now_s() - self._began_s) * 1e6 * steps / timed))
 
-    def _usable_link(self) -> Link:
-        if self._link is None:
+    def _usable_form(self) -> FlatCopy:
+        self._model.check()
+        if not self._has_begun:
             raise InvalidArgument("DiLoCo(quorum=): its exchanges were ended by mpisgd.shutdown()")
+        return self._form
+
+    @property
+    def _own_link(self) -> Link:
+        assert self._link is not None
         return self._link
 
     def _take(self, told: Told, into: Mapping[str, Tensor] | None) -> None:
         """Go on from what was received; `into` None: leave the parameters as they are."""
         if told.kind != TAKE:
             self._raise(told)
-        if into is None or self._link is None:
+        if into is None:
             return
         self._record("enter", number=told.entered)
         self._record("take", number=told.taken)
-        self._link.form.unload([*into.values(), *self.buffers])
+        self._form.unload([*into.values(), *self.buffers])
         self.state.version = told.version
 
     def _raise(self, told: Told) -> NoReturn:
         quorum = self._pace.rule.quorum
         if told.kind == FEW:
             raise PeerLost(
-                f"DiLoCo(quorum={quorum}): {told.left} learners are left of {self.training.group.size}, so "
+                f"DiLoCo(quorum={quorum}): {told.left} learners are left of {len(self._model.firsts)}, so "
                 "that there is no quorum any more"
             )
         if told.kind == STALLED:
             group = self.training.group
+            late = group.ranks[self._model.firsts[told.late]]
             raise CollectiveTimeout(
-                f"DiLoCo(quorum=): rank {group.ranks[told.late]} has not called synchronizer.finish(), and "
+                f"DiLoCo(quorum=): rank {late} has not called synchronizer.finish(), and "
                 f"no learner has come to an outer step for {group.queue.consistency.timeout_s:.1f} s"
             )
         if told.kind == MIXED:
@@ -335,7 +389,8 @@ class QuorumSynchronizer(LocalSynchronizer):
     def _record(self, what: str, g: Mapping[str, Tensor] | None = None, number: int | None = None) -> None:
         if self.events is not None and number != 0:
             place = None if number is None else Place(PLACE, number)
-            self.events.add(Entry(what, (self.training.group.rank,), g or {}, place=place))
+            learner = self._model.firsts.index(self.training.group.rank)
+            self.events.add(Entry(what, (learner,), g or {}, place=place))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -347,9 +402,14 @@ class QuorumSynchronizer(LocalSynchronizer):
         Raises:
             CollectiveTimeout: a learner has not, and none has come to an outer step for the group's timeout.
         """
-        if self._link is None or self._is_done:
+        self._model.check()
+        if not self._has_begun or self._is_done:
             raise InvalidArgument("DiLoCo(quorum=): finish() comes once, after the last step")
-        told = self._link.ask(Said(DONE), limit_s=NO_LIMIT_S)  # the syncer ends it
+
+        def ask() -> Told:
+            return self._own_link.ask(Said(DONE), limit_s=NO_LIMIT_S)  # the syncer ends it
+
+        told = self._model.led(ask, self._form, NO_LIMIT_S)
         self._is_done = True
         self._take(told._replace(entered=0), into=self.tensors())
 
@@ -416,9 +476,9 @@ class QuorumSynchronizer(LocalSynchronizer):
 
     def consensus(self) -> list[Tensor]:
         """Return the outer parameters and their buffers, as they are on the first rank now. Collective."""
-        if self._link is None or self.is_fresh:
+        if not self._has_begun or self.is_fresh:
             return list(super().consensus())
-        group, newest = self.training.group, self._link.form.new_like()
+        group, newest = self.training.group, self._form.new_like()
         if self._syncer is not None:
             with self._syncer.lock:
                 newest.copy_(self._syncer.rounds.newest)

@@ -1,17 +1,18 @@
 """`Link`: a learner's side of the messages to the rank with the outer parameters of `DiLoCo(quorum=)`."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mpisgd.errors import CollectiveTimeout, PeerLost
+from mpisgd.errors import CollectiveTimeout, LearnerLost, PeerLost
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.diloco.quorum.messages import (
     ASK_TAG,
     BEHIND_TAG,
     DONE,
+    GONE,
     MINE_TAG,
     NEWEST_TAG,
     TAKE,
@@ -36,15 +37,23 @@ class Link:
         group: name of the group.
         server: the global rank of the first one.
         timeout_s: how long it waits.
+        check: raises where a rank of this learner is lost, which ends its waits.
 
     Attributes:
         form: as given.
     """
 
     def __init__(
-        self, communicator: GroupCommunicator, form: FlatCopy, group: str, server: int, timeout_s: float
+        self,
+        communicator: GroupCommunicator,
+        form: FlatCopy,
+        group: str,
+        server: int,
+        timeout_s: float,
+        check: Callable[[], None],
     ) -> None:
         self.form = form
+        self._check = check
         self._communicator, self._group, self._server = communicator, group, server
         self._timeout_s = timeout_s
         self._newer = torch.zeros(1, dtype=torch.int64)
@@ -78,6 +87,12 @@ class Link:
     def _loss(self) -> PeerLost:
         return PeerLost(f"DiLoCo(quorum=): rank {self._server} was lost, which has the outer parameters")
 
+    def give_up(self) -> None:
+        """Say that a rank of this learner is lost, without waiting; from any thread."""
+        words = Said(GONE).words
+        with contextlib.suppress(PeerLost):
+            self._communicator.abandon([self._communicator.isend(words, 0, ASK_TAG)], words)
+
     def tell(self, said: Said) -> None:
         """Say something that is not answered.
 
@@ -97,6 +112,7 @@ class Link:
 
         Raises:
             PeerLost: the first rank is lost.
+            LearnerLost: a rank of this learner is.
             CollectiveTimeout: it has not answered: there was no quorum.
         """
         communicator, words, told = self._communicator, said.words, Told().words
@@ -130,13 +146,18 @@ class Link:
         limit_s: float,
         what: str = "the rank with the outer parameters of DiLoCo",
     ) -> None:
-        lost: list[PeerLost] = []
+        lost: list[PeerLost] = []  # the first rank is
+        ended: list[LearnerLost] = []
         left = list(requests)
 
         def ready() -> bool:
             try:  # one by one: of several, MPI does not say why they fail
                 left[:] = [each for each in left if self._communicator.poll_one(each) is None]
+                self._check()
                 return not left
+            except LearnerLost as exc:
+                ended.append(exc)
+                return True
             except PeerLost as exc:
                 lost.append(exc)
                 return True
@@ -145,8 +166,10 @@ class Link:
             return WaitReason(what, self._group)
 
         done = wait_patiently(ready, limit_s, reason)
-        if lost or not done:
+        if lost or ended or not done:
             self._communicator.abandon(left, memory)
+        if ended:
+            raise ended[0]
         if lost:
             raise self._loss from lost[0]
         if not done:

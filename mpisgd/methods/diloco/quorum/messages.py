@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ASK_TAG", "BEHIND_TAG", "CLOSE", "DONE", "ENTER", "FAILED", "FEW", "MINE_TAG", "MIXED"]
+__all__ = ["ASK_TAG", "BEHIND_TAG", "CLOSE", "DONE", "ENTER", "FAILED", "FEW", "GONE", "MINE_TAG", "MIXED"]
 __all__ += ["NEWEST_TAG", "OTHER_STATE", "SAVE", "STALLED", "TAKE", "TOLD_TAG", "Said", "Told"]
 
 ASK_TAG, MINE_TAG, TOLD_TAG, NEWEST_TAG = 1, 2, 3, 4
 BEHIND_TAG = 5  # of the version of the outer parameters after a step without the learner
 # What a learner says: here are my parameters; I train no more; I end the exchanges, as all others do; my
-# state is being saved. All but the last are answered.
-ENTER, DONE, CLOSE, SAVE = 1, 2, 3, 4
+# state is being saved; one of my ranks was lost. The first three are answered.
+ENTER, DONE, CLOSE, SAVE, GONE = 1, 2, 3, 4, 5
 # What it is told: here are the outer parameters; or why there are none.
 TAKE, FEW, MIXED, FAILED, STALLED, OTHER_STATE = 1, 2, 3, 4, 5, 6
 

@@ -28,6 +28,7 @@ from mpisgd.methods.diloco.quorum.messages import (
     ENTER,
     FAILED,
     FEW,
+    GONE,
     MINE_TAG,
     MIXED,
     NEWEST_TAG,
@@ -264,6 +265,9 @@ class Syncer:
             self._listen(learner)
         elif said.kind == DONE:
             learner.is_done = True
+        elif said.kind == GONE:
+            with self.lock:
+                self._lose(learner)
         else:
             assert said.kind == CLOSE, said
             learner.ends = True
