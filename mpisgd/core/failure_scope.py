@@ -47,10 +47,9 @@ class FailureScope:
         with self._lock:
             if self._is_closed or self.error is not None:
                 return
-            gone = sorted(self._ranks.intersection(lost))
-            if not gone and not self._communicator.is_revoked():
+            if not self._ranks.intersection(lost) and not self._communicator.is_revoked():
                 return
-            self._end(self._describe(f"{ranks_text(gone)} of the job lost" if gone else "one of them lost"))
+            self._end(self._describe(self._who()))
         self._tell()
 
     @contextlib.contextmanager
@@ -70,7 +69,7 @@ class FailureScope:
             with self._lock:
                 is_new = self.error is None
                 if is_new:
-                    self._end(self._describe("one of them lost"))
+                    self._end(self._describe(self._who()))
             if is_new:
                 self._tell()
             assert self.error is not None
@@ -86,6 +85,10 @@ class FailureScope:
         """Look at nothing any more; before the communicators are freed."""
         with self._lock:
             self._is_closed = True
+
+    def _who(self) -> str:
+        gone = [self._communicator.global_ranks[rank] for rank in self._communicator.lost()]
+        return f"{ranks_text(gone)} of the job" if gone else "one of them"
 
     def _end(self, error: MpisgdError) -> None:
         self._cancellation.error = error

@@ -387,7 +387,7 @@ class QuorumSynchronizer(LocalSynchronizer):
         raise PeerLost("DiLoCo(quorum=): rank 0 of the group has failed, which has the outer parameters")
 
     def _record(self, what: str, g: Mapping[str, Tensor] | None = None, number: int | None = None) -> None:
-        if self.events is not None and number != 0:
+        if self.events is not None and number != 0 and self._model.leads:
             place = None if number is None else Place(PLACE, number)
             learner = self._model.firsts.index(self.training.group.rank)
             self.events.add(Entry(what, (learner,), g or {}, place=place))
