@@ -279,7 +279,7 @@ class DiLoCo(Strategy):
         group = training.group
         count, on_gpu = (
             len(learners_of(group.topology, self.learners)),
-            any(p.is_cuda for p in training.params),
+            any(p.device.type != "cpu" for p in training.params),
         )
         if isinstance(self.quorum, int) and self.quorum > count:
             each = {"rank": "each rank is one", "host": "each host is one"}

@@ -9,9 +9,10 @@ DiLoCo with overlapping communication", algorithms 1 and 2; without Nesterov's m
     x_i <- alpha x_i + (1 - alpha) theta       tau steps after D was taken; alpha is 0 if tau is 0
 
 n_i: examples of rank i of p since the last D; c_i = p n_i / (n_1 + ... + n_p). Where several ranks are one
-learner, they take g_i = the mean of their gradients, and i counts learners in the mean D. Fragment f of F is due f H / F
-steps later than the first one. Each travels by itself; parameters that are added later are another one, which
-is due with the first.
+learner, g_i is the mean of their gradients, and i counts learners in D.
+
+Fragment f of F is due f H / F steps later than the first one. Each travels by itself; parameters that are
+added later are another one, which is due with the first.
 """
 
 from dataclasses import dataclass, replace

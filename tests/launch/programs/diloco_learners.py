@@ -1,6 +1,6 @@
 """Learners of DiLoCo that are several ranks each, of which one rank is killed; what the others have seen.
 
-    mpirun -n 4 --with-ft ulfm python diloco_learners.py 2 3       # two ranks are a learner; rank 3 is killed
+mpirun -n 4 --with-ft ulfm python diloco_learners.py 2 3       # two ranks are a learner; rank 3 is killed
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class QuorumSynchronizer(LocalSynchronizer):
                 "alone; let each of as many ranks load what it has saved, or load the model alone, and begin "
                 "with its parameters"
             )
-        self._model.begin([*tensors.values(), *self.buffers])
+        self._model.begin(list(tensors.values()))
 
     def derive(self) -> None:
         """Begin the exchanges, after those of before have ended. Collective."""

@@ -40,7 +40,7 @@ from mpisgd.tools.verification.programs.program import (
 from mpisgd.tools.verification.programs.training import Training, initial_groups
 from mpisgd.tools.verification.shares import Shares
 
-__all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "paper_among"]
+__all__ = ["ByPaper", "Member", "arguments_of", "averages_gradients", "has_own_gradients", "paper_among"]
 
 OPTIONS = ("strategy", "compression", "op")
 
@@ -49,6 +49,11 @@ def averages_gradients(optimizer: Optimizer) -> bool:
     """Return whether all ranks step with the same gradients, and at the same time."""
     goes_with = optimizer.strategy.goes_with
     return goes_with.op.goes and goes_with.repeats.goes
+
+
+def has_own_gradients(optimizer: Optimizer) -> bool:
+    """Return whether each rank steps with gradients of its own."""
+    return not averages_gradients(optimizer) and getattr(optimizer.strategy, "learners", "rank") == "rank"
 
 
 def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -123,7 +128,7 @@ class ByPaper:
         self._changes: list[events.Clip | events.SetGradient] = []  # of the reduced gradients
         self._apart: dict[int, Any] = {}  # by optimizer, the state from before a rank went on alone
         first = program.optimizers[0]
-        self._is_local = first.name in ONE_BIT or not averages_gradients(first)
+        self._is_local = first.name in ONE_BIT or has_own_gradients(first)
         self._mixes_first = getattr(first.strategy, "style", "") == "combine_then_adapt"
         self._begin()
 
@@ -241,8 +246,15 @@ class ByPaper:
     def _weight(self, place: int, here: Sequence[int]) -> dict[int, float] | None:
         """Return the weight of each rank in a step of an optimizer; None: equal weights."""
         if self._program.optimizers[place].weighs_learners:  # t^2 / s, and all take as many steps
-            return {rank: float(examples_of_step(rank) ** 2) for rank in here}
+            learners = self._learners(self._program.optimizers[place].strategy)
+            return {rank: float(sum(map(examples_of_step, each)) ** 2) for each in learners for rank in each}
         return {rank: self._examples.get(rank, 0) for rank in here} if self._examples else None
+
+    def _learners(self, strategy: Any) -> list[list[int]]:
+        """Return the ranks of each learner of a `DiLoCo`."""
+        count = 1 if strategy.learners == "rank" else strategy.learners
+        cut = [(host, len(host) if count == "host" else count) for host in self._hosts]
+        return [host[start : start + n] for host, n in cut for start in range(0, len(host), n)]
 
     def _changed(self, part: Part, grads: Vec) -> Vec:
         """Return the reduced gradients as the program has changed them."""

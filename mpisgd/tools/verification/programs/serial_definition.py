@@ -133,6 +133,8 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
             return "the paper's fragments are those of the beginning, and all have elements"
     closures = any(getattr(event, "closure", ()) for event in program.events)
     warms_up = getattr(strategy, "warmup_steps", 0)
+    if closures and getattr(strategy, "learners", "rank") != "rank":
+        return "the ranks of a learner average what each call of a closure leaves"
     looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
     if warms_up and (program.scaler or looks):
         return "something looks at gradients that are reduced by then"

@@ -114,7 +114,7 @@ def _quorum(optimizer: Optimizer) -> object:
 def _waiting_otherwise(program: Program) -> Program:
     """Return the program in which learners of equal weights are in lock-step, or the quorum is one of them.
 
-    That one waits for the others for as long as all of it takes.
+    That one waits for the others for as long as all of it takes. So do learners of several ranks.
     """
     return replace(program, optimizers=tuple(map(_waits_otherwise, program.optimizers)))
 
@@ -123,7 +123,7 @@ def _waits_otherwise(optimizer: Optimizer) -> Optimizer:
     if _quorum(optimizer) != "all":
         return optimizer
     strategy = cast(mpisgd.DiLoCo, optimizer.strategy)
-    if optimizer.weighs_learners:
+    if optimizer.weighs_learners or strategy.learners != "rank":
         other = replace(strategy, quorum=1, grace_s=PATIENCE_S)
     else:
         other = replace(strategy, quorum=None, grace_s=None, weights=None)
