@@ -58,6 +58,17 @@ OWN_PACE = replace(
     elastic=no("learners go on without the one that is lost; leave elastic.run out"),
     checkpoint=yes("has the model of each learner, and the outer parameters; for as many ranks"),
 )
+MEAN_INSIDE = no("the ranks of a learner step with the mean of their gradients")
+SEVERAL_RANKS = replace(
+    OWN_PACE,
+    of="DiLoCo(learners)",
+    op=MEAN_INSIDE,
+    gradient_predivide_factor=MEAN_INSIDE,
+    error_if_nonfinite=MEAN_INSIDE,
+    clip_grad_norm_=yes("of the mean inside a learner"),
+    grad_scaler=yes("yes, an overflow on a rank skips the step of its learner"),
+    share_parameters=no("learners have parameters of their own"),
+)
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
@@ -79,13 +90,15 @@ class DiLoCo(Strategy):
             `sync_every`.
         overlap_alpha: the weight of the parameters after these steps when they are mixed with the result of
             the outer step; 0 discards the steps.
-        quorum: number of learners that an outer step needs, or "all". Each rank is then a learner, which
-            trains at its own pace; see below. None: all ranks take each outer step together.
+        quorum: number of learners that an outer step needs, or "all". Each learner then trains at its own
+            pace; see below. None: all ranks take each outer step together.
         grace_s: with `quorum`, how many seconds the learners of an outer step wait for the others once the
             quorum has arrived; 10 by default.
         weights: with `quorum`, the weight of a learner's change in the mean. "tokens", the default:
             examples^2 / steps, where the program passes the examples of each step to
             `optimizer.synchronizer.next_batch(examples=)`; without that, the number of steps. "equal": 1.
+        learners: with `quorum`, what is a learner. "rank", the default: each rank. "host": all ranks of a
+            host. A number: so many ranks of a host, side by side.
 
     Module buffers (`named_buffers`) are averaged whenever the first fragment is synchronized.
 
@@ -100,13 +113,21 @@ class DiLoCo(Strategy):
     and `weights="equal"` the result has the same bits as without `quorum`. Between hosts of several ranks the
     last digits may differ: without `quorum` each host adds up its own ranks first.
 
+    The ranks of a learner of several have one model: they average their gradients in every step, as
+    `Synchronous` does, and their first rank sends the parameters for all. `next_batch` is called on each of
+    them with its own examples, which are added up. With `quorum="all"` and equal weights that is `DiLoCo`
+    whose inner steps are synchronous inside each learner.
+
     With `quorum` the first rank of the group keeps the outer parameters, and a thread of it serves the other
-    learners, so that MPI must run at thread level MULTIPLE. Steps contain no collective operation. Under
-    `mpirun --with-ft ulfm` the training therefore survives the loss of any rank but the first, and all other
-    collectives of the program raise `PeerLost` from then on. Call `state_dict()` on all ranks, after the same
-    number of steps: on the first rank it contains the outer parameters, and waits until the other learners
-    have called it; a learner that has called it before waits in its next outer step for the first rank. A
-    state can only be loaded by the same number of ranks, each of which loads what it has saved.
+    learners, so that MPI must run at thread level MULTIPLE. Steps contain no collective operation of several
+    learners. Under `mpirun --with-ft ulfm` the training therefore survives the loss of any rank but the
+    first, and all other collectives of the program raise `PeerLost` from then on. The loss of a rank of a
+    learner of several ends the whole learner: the others of its ranks raise `LearnerLost`, which ends their
+    processes and not the job, and count as lost. Where it is the first learner, its first rank goes on to
+    serve the others until they have finished. Call `state_dict()` on all ranks, after the same number of
+    steps: on the first rank it contains the outer parameters, and waits until the other learners have called
+    it; a learner that has called it before waits in its next outer step for the first rank. A state can only
+    be loaded by the same number of ranks, each of which loads what it has saved.
 
     Cost: every `sync_every` steps an all-reduce of the change of the parameters; each rank keeps a copy of
         the parameters and the state of the outer optimizer. With `quorum`, instead: every `sync_every` steps
@@ -249,7 +270,7 @@ class DiLoCo(Strategy):
     def goes_with(self) -> GoesWith:
         """See `GoesWith`."""
         if self.quorum is not None:
-            return OWN_PACE
+            return OWN_PACE if self.learners == "rank" else SEVERAL_RANKS
         elastic = yes("survivors go on from their own models, with the outer momentum")
         compression = Compressions("of changes", (no_momentum,))
         return replace(LOCAL_STEPS, compression=compression, uneven_data=yes(WEIGHTED), elastic=elastic)
@@ -277,17 +298,14 @@ class DiLoCo(Strategy):
         if self.quorum is None:
             return
         group = training.group
-        count, on_gpu = (
-            len(learners_of(group.topology, self.learners)),
-            any(p.device.type != "cpu" for p in training.params),
-        )
+        count = len(learners_of(group.topology, self.learners))
         if isinstance(self.quorum, int) and self.quorum > count:
             each = {"rank": "each rank is one", "host": "each host is one"}
             raise InvalidArgument(
                 f"DiLoCo: quorum={self.quorum}, and there are {count} learners: "
                 + each.get(str(self.learners), f"{self.learners} ranks are one")
             )
-        if self.learners != "rank" and on_gpu:
+        if self.learners != "rank" and any(param.device.type != "cpu" for param in training.params):
             raise InvalidArgument(
                 f"DiLoCo: learners={self.learners!r} is for parameters on the CPU; with GPUs each rank is one"
             )

@@ -173,11 +173,12 @@ def _in_files() -> Iterator[Row]:
 
 
 def _with_a_quorum() -> Iterator[Row]:
-    """Yield those whose ranks are learners that meet at the first rank, of equal weights or by examples."""
-    for weights in ("equal", "tokens"):
-        strategy = mpisgd.DiLoCo(2, quorum="all", weights=weights)
+    """Yield those whose learners meet at the first rank, of equal weights or by examples."""
+    for weights, learners in (("equal", "rank"), ("tokens", "rank"), ("tokens", "host")):
+        strategy = mpisgd.DiLoCo(2, quorum="all", weights=weights, learners=learners)
         options = (("strategy", text_of(strategy)),)
-        name = f"DiLoCo with a quorum(weights={weights!r})"
+        more = f", learners={learners!r}" if learners != "rank" else ""
+        name = f"DiLoCo with a quorum(weights={weights!r}{more})"
         yield Row(name, Optimizer("SGD", MOMENTUM, (), options), exact=False, is_quick=False)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD
 
 import mpisgd
-from mpisgd.errors import Deadlock
+from mpisgd.errors import Deadlock, LearnerLost
 from mpisgd.job import excepthook
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.monitor.rank_snapshot import failed_threads, take_snapshot
@@ -149,3 +149,23 @@ def test_an_error_of_ours_is_shown_up_to_the_line_of_the_program(call, monkeypat
     last = [line for line in lines() if line.startswith("  File ")][-1]
     assert "test_excepthook.py" in last
     monkeypatch.setenv("MPISGD_FULL_TRACEBACK", "1")
+
+
+def test_a_rank_without_which_the_job_goes_on_ends_alone(monkeypatch, capsys):
+    """After what it has to do before; nobody else is ended."""
+    done: list[str] = []
+    topology = SimpleNamespace(hostnames=("node1",), node_rank=0)
+    hooks = ExceptHook(SimpleNamespace(rank=3, size=4), topology, None, lambda code: done.append("the job"))
+    hooks.leaving = [lambda: done.append("served")]
+
+    def leave(code: int) -> None:
+        done.append(f"exit {code}")
+        raise SystemExit
+
+    monkeypatch.setattr(excepthook.os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        hooks.fail(LearnerLost("rank 2 was lost"))
+    assert done == ["served", "exit 0"]
+    told = capsys.readouterr().err
+    assert "rank 3 of 4 on node1 raised, and ends; the job goes on without it: rank 2 was lost" in told
+    assert "Traceback" not in told
