@@ -4,15 +4,17 @@
     python scripts/learners/main.py --cases 4x6:10:20 --seconds 600 --mpirun --rate 100mbit
     python scripts/bench/record_table.py runs/learners.json benchmarks/learners.md
 
-A case is hosts x learners of each : stops : kills. Each is trained twice: with learners that are stopped for
-some seconds and go on, and others that are killed for good; and without, over as many examples. Time is
-simulated, and learners are threads; with `--mpirun` they are processes on emulated hosts. Prints a line of
-JSON for each training, and how both compare.
+A case is hosts x learners of each : stops : kills; with `--host-learners`, hosts x ranks of each, and the
+ranks of a host are one learner. Each case is trained twice: with learners that are stopped for some seconds
+and go on, and others that are killed for good; and without, over as many examples. Time is simulated, and
+ranks are threads; with `--mpirun` they are processes on emulated hosts. Prints a line of JSON for each
+training, and how both compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -87,7 +89,7 @@ def simulated(case: Case) -> list[Seen]:
     seen: dict[int, Seen] = {}
 
     def tell(one: Seen) -> None:
-        seen[one.learner] = one
+        seen[one.rank] = one
 
     def be_one() -> None:
         learn(case, drawn(case), Acts(sleep, lambda: lose_ranks(mpisgd.rank()), tell))
@@ -114,7 +116,7 @@ def on_hosts(case: Case, rate: str) -> list[Seen]:
     limit_s = 20 * case.seconds + 600
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    seen = {line["learner"]: Seen(**line) for line in lines}
+    seen = {line["rank"]: Seen(**line) for line in lines}
     if 0 not in seen:
         raise SystemExit(done.stdout + done.stderr)
     return list(seen.values())
@@ -125,6 +127,7 @@ def be_learner(case: Case) -> None:
     import torch
 
     import mpisgd
+    from mpisgd.errors import LearnerLost
 
     def stop(seconds: float) -> None:
         goes_on = f"sleep {seconds}; kill -CONT {os.getpid()}"
@@ -136,13 +139,14 @@ def be_learner(case: Case) -> None:
 
     torch.set_num_threads(1)
     mpisgd.init()
-    learn(case, drawn(case), Acts(stop, lambda: os.kill(os.getpid(), signal.SIGKILL), tell))
+    with contextlib.suppress(LearnerLost):
+        learn(case, drawn(case), Acts(stop, lambda: os.kill(os.getpid(), signal.SIGKILL), tell))
     os._exit(0)  # the end of a job that has lost ranks is an error
 
 
 def summed(seen: Sequence[Seen]) -> Training:
     """Return what all learners have seen together."""
-    (first,) = (one for one in seen if one.learner == 0)
+    (first,) = (one for one in seen if one.rank == 0)
     there_s = sum(one.there_s for one in seen)
     return Training(
         steps=sum(one.steps for one in seen),
@@ -186,7 +190,7 @@ def rows(found: Sequence[Comparison]) -> Iterator[list[str]]:
         mine = [one for one in found if one.case._replace(seed=0) == case]
         rates, losses = [one.throughput for one in mine], [one.loss for one in mine]
         yield [
-            f"{case.hosts} x {case.learners}",
+            f"{case.hosts} x {case.learners}{', each host one learner' if case.together else ''}",
             *map(str, (case.stops, case.kills, len(mine))),
             *(f"{value:.3f}" for value in (statistics.median(rates), min(rates))),
             *(f"{value:.3f}" for value in (statistics.median(losses), max(losses))),
@@ -201,13 +205,15 @@ def record_of(args: argparse.Namespace, found: Sequence[Comparison]) -> dict[str
     from mpisgd.tools.cli.provenance import provenance
 
     first = args.options
+    more = ', learners="host"' if first.together else ""
+    strategy = f"DiLoCo({first.sync_every}, quorum={first.quorum}, grace_s={first.grace_s:g}{more})"
+    who = "ranks" if first.together else "learners"
     where = "processes on emulated hosts" if args.mpirun else "threads, and time is simulated"
     return {
         "kind": "learners",
         **provenance(),
         "notes": [
-            f"learners are {where}; {args.seconds:g} s with faults, links of 100 Mbit/s, "
-            f"DiLoCo({first.sync_every}, quorum={first.quorum}, grace_s={first.grace_s:g}), "
+            f"{who} are {where}; {args.seconds:g} s with faults, links of 100 Mbit/s, {strategy}, "
             f"steps of {first.step_s:g} s, AdamW, a learning rate "
             + ("that falls to 0 by the end" if first.decays else "that is constant"),
             "throughput and loss are multiples of those of a training without faults, over as many "
@@ -238,6 +244,7 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=default.sync_every, help="steps")
     parser.add_argument("--step", type=float, default=default.step_s, help="seconds of a step")
     parser.add_argument("--decay", action="store_true", help="the learning rate falls to 0 by the end")
+    parser.add_argument("--host-learners", action="store_true", help="the ranks of a host are one learner")
     parser.add_argument("--mpirun", action="store_true", help="on emulated hosts, instead of threads")
     parser.add_argument("--rate", default="100mbit", help="of the hosts' links, with --mpirun")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time, without --mpirun")
@@ -254,6 +261,7 @@ def main() -> None:
         sync_every=args.sync_every,
         step_s=args.step,
         decays=args.decay,
+        together=args.host_learners,
     )
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     cases = [case_of(text, args.options)._replace(seed=seed) for text in args.cases for seed in seeds]

@@ -1,7 +1,8 @@
 """The training that is disturbed: learners of `DiLoCo(quorum=)`, under mpirun or as threads of one process.
 
 A step takes `step_s`, of which little is computing: so a learner is as fast when others leave it their cores.
-Learner 0 has the outer parameters, and is neither stopped nor killed.
+Learner 0 has the outer parameters, and is neither stopped nor killed. Where the ranks of a host are one
+learner, a rank that is stopped stops its learner, and one that is killed ends it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import mpisgd
+from mpisgd.errors import LearnerLost
 from mpisgd.event_log import EventLog
 from mpisgd.threads.scheduling import now_s, sleep
 
@@ -30,7 +32,7 @@ class Case(NamedTuple):
 
     Attributes:
         hosts: how many.
-        learners: on each.
+        learners: on each; where these are together, its ranks.
         stops: how often a learner is stopped, which goes on after some seconds.
         kills: how many learners are killed for good.
         seconds: of training.
@@ -40,6 +42,7 @@ class Case(NamedTuple):
         seed: of the data, the faults and the pace.
         steps: of each learner, instead of `seconds`; 0: as many as there is time for.
         decays: whether the learning rate falls to 0 by the end, in a straight line; else it is constant.
+        together: whether the ranks of a host are one learner.
     """
 
     hosts: int = 4
@@ -54,17 +57,23 @@ class Case(NamedTuple):
     seed: int = 0
     steps: int = 0
     decays: bool = False
+    together: bool = False
 
     @property
     def size(self) -> int:
-        """The number of learners."""
+        """The number of ranks."""
         return self.hosts * self.learners
+
+    @property
+    def num_learners(self) -> int:
+        """The number of learners."""
+        return self.hosts if self.together else self.size
 
 
 class Fault(NamedTuple):
-    """What happens to a learner, so many seconds after the beginning; `stop_s` 0: it is killed."""
+    """What happens to a rank, so many seconds after the beginning; `stop_s` 0: it is killed."""
 
-    learner: int
+    rank: int
     at_s: float
     stop_s: float = 0.0
 
@@ -73,7 +82,7 @@ class Acts(NamedTuple):
     """What faults do.
 
     Attributes:
-        stop: stops this learner for so many seconds.
+        stop: stops this rank for so many seconds.
         die: ends it.
         tell: notes what was seen of it so far.
     """
@@ -84,10 +93,10 @@ class Acts(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen of a learner; the last four are the first one's.
+    """What was seen of a rank; the last four are the first one's.
 
     Attributes:
-        learner: who.
+        rank: which.
         steps: that it has taken.
         there_s: how long it was there, without its stops.
         waited_s: how long it was in steps after which it sent its parameters.
@@ -97,7 +106,7 @@ class Seen(NamedTuple):
         loss: after all, on other data.
     """
 
-    learner: int
+    rank: int
     steps: int
     there_s: float
     waited_s: float
@@ -110,16 +119,20 @@ class Seen(NamedTuple):
 def drawn(case: Case) -> list[Fault]:
     """Draw who is killed when, and stops of learners that are there then, one after another."""
     dice = random.Random(case.seed)
-    victims = dice.sample(range(1, case.size), case.kills)
+
+    def one_of(learner: int) -> int:
+        return case.learners * learner + dice.randrange(case.learners) if case.together else learner
+
+    victims = dice.sample(range(1, case.num_learners), case.kills)
     killed = {learner: case.seconds * dice.uniform(0.1, 0.9) for learner in victims}
-    faults = [Fault(learner, at_s) for learner, at_s in killed.items()]
+    faults = [Fault(one_of(learner), at_s) for learner, at_s in killed.items()]
     room_s = case.seconds / max(1, case.stops)
     for place in range(case.stops):
         stop_s = dice.uniform(SHORTEST_S, min(LONGEST_S, 0.8 * room_s))
         at_s = place * room_s + dice.uniform(0, room_s - stop_s)
-        there = [i for i in range(1, case.size) if killed.get(i, 1e9) > at_s + stop_s + 1]
+        there = [i for i in range(1, case.num_learners) if killed.get(i, 1e9) > at_s + stop_s + 1]
         if there:
-            faults.append(Fault(dice.choice(there), at_s, stop_s))
+            faults.append(Fault(one_of(dice.choice(there)), at_s, stop_s))
     return faults
 
 
@@ -148,16 +161,25 @@ class _Task:
 
 
 def learn(case: Case, faults: Sequence[Fault], acts: Acts) -> None:
-    """Be a learner; at the end all learners that are left return, or are killed."""
+    """Be a rank; at the end all that are left return, or are killed.
+
+    Raises:
+        LearnerLost: another rank of this one's learner was killed.
+    """
     rank = mpisgd.rank()
     task, pace = _Task(case), random.Random(1000 * case.seed + rank)
     optimizer: Any = mpisgd.DistributedOptimizer(
         torch.optim.AdamW(task.model.parameters(), lr=LR),
-        strategy=mpisgd.DiLoCo(case.sync_every, quorum=case.quorum, grace_s=case.grace_s),
+        strategy=mpisgd.DiLoCo(
+            case.sync_every,
+            quorum=case.quorum,
+            grace_s=case.grace_s,
+            learners="host" if case.together else "rank",
+        ),
     )
     method = optimizer.synchronizer
     method.outer_events = EventLog()
-    mine = sorted((each for each in faults if each.learner == rank), key=lambda each: each.at_s)
+    mine = sorted((each for each in faults if each.rank == rank), key=lambda each: each.at_s)
     draw = torch.Generator().manual_seed(1000 * case.seed + rank + 1)
     mpisgd.barrier()
     began_s, stopped_s, longest_s, waited_s, step = now_s(), 0.0, 0.0, 0.0, 0
@@ -165,34 +187,45 @@ def learn(case: Case, faults: Sequence[Fault], acts: Acts) -> None:
     def seen(at_s: float) -> Seen:
         return Seen(rank, step, at_s - began_s - stopped_s, waited_s, longest_s)
 
-    while step < case.steps if case.steps else now_s() - began_s < case.seconds:
-        step_began_s = now_s()
-        if mine and step_began_s - began_s >= mine[0].at_s:
-            fault = mine.pop(0)
-            if not fault.stop_s:
-                acts.tell(seen(step_began_s))
-                acts.die()
-            acts.stop(fault.stop_s)
-            stopped_s += now_s() - step_began_s
+    def trained_s() -> float:
+        """Return since when this rank trains, as all ranks of its learner have it."""
+        told = torch.tensor([now_s() - began_s], dtype=torch.float64)
+        if case.together:
+            mpisgd.broadcast(told, method.model_group.ranks[0], method.model_group)
+        return float(told)
+
+    try:
+        while step < case.steps if case.steps else (at_s := trained_s()) < case.seconds:
             step_began_s = now_s()
-        if case.decays and step:  # in the first step all options must be alike
-            done = step / case.steps if case.steps else (step_began_s - began_s) / case.seconds
-            for group in optimizer.param_groups:
-                group["lr"] = LR * max(0.0, 1 - done)
-        optimizer.zero_grad()
-        task.loss(draw, BATCH).backward()
-        takes_s = case.step_s * pace.uniform(1 - JITTER, 1 + JITTER)
-        sleep(max(0.0, takes_s - (now_s() - step_began_s)))
-        sync_began_s, version = now_s(), method.state.version
-        optimizer.step()
-        took_s, step = now_s() - sync_began_s, step + 1
-        longest_s = max(longest_s, took_s * (step > 1))
-        waited_s += took_s * (method.state.version != version)
+            if mine and step_began_s - began_s >= mine[0].at_s:
+                fault = mine.pop(0)
+                if not fault.stop_s:
+                    acts.tell(seen(step_began_s))
+                    acts.die()
+                acts.stop(fault.stop_s)
+                stopped_s += now_s() - step_began_s
+                step_began_s = now_s()
+            if case.decays and step:  # in the first step all options must be alike
+                done = step / case.steps if case.steps else at_s / case.seconds
+                for group in optimizer.param_groups:
+                    group["lr"] = LR * max(0.0, 1 - done)
+            optimizer.zero_grad()
+            task.loss(draw, BATCH).backward()
+            takes_s = case.step_s * pace.uniform(1 - JITTER, 1 + JITTER)
+            sleep(max(0.0, takes_s - (now_s() - step_began_s)))
+            sync_began_s, version = now_s(), method.state.version
+            optimizer.step()
+            took_s, step = now_s() - sync_began_s, step + 1
+            longest_s = max(longest_s, took_s * (step > 1))
+            waited_s += took_s * (method.state.version != version)
+    except LearnerLost:
+        acts.tell(seen(now_s()))
+        raise
     ended_s = now_s()  # the wait for the others at the end is nobody's training
     method.finish()
     outer = [len(set(entry.ranks)) for entry in method.outer_events.entries]
     with torch.no_grad():
         loss = float(task.loss(torch.Generator().manual_seed(99), 20_000))
-    few = sum(count < case.size for count in outer)
+    few = sum(count < case.num_learners for count in outer)
     acts.tell(seen(ended_s)._replace(outer_steps=len(outer), without_some=few, loss=loss))
     sleep(END_S)

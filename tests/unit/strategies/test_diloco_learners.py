@@ -18,6 +18,7 @@ import mpisgd
 from mpisgd import DiLoCo
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidArgument, LearnerLost
+from mpisgd.event_log import EventLog
 from mpisgd.job.threads_as_ranks import LOST, RankFailed, lose_ranks, run_ranks
 from mpisgd.methods.diloco.quorum.one_model import OneModel, learners_of
 from mpisgd.threads import scheduling
@@ -162,7 +163,45 @@ def test_ranks_that_begin_differently_have_the_model_of_the_first_one_of_their_l
 
     found = run_ranks(4, train, ranks_per_host=(2, 2))
     for rank in (1, 3):
-        assert all(torch.equal(found[rank][1][name], found[rank - 1][1][name]) for name in found[0][1])
+        assert_same([found[rank]], [found[rank - 1]])
+
+
+def test_tokens_are_those_of_all_ranks_of_a_learner():
+    def train() -> tuple[list[int], list[int]]:
+        params = PROGRAM.start()
+        optimizer = wrapped(params, DiLoCo(3, quorum="all", learners="host"))
+        optimizer.synchronizer.events, counted = EventLog(), []
+        for step in range(2):
+            PROGRAM.loss(params, 0, PROGRAM.terms(0, step)[0]).backward()
+            optimizer.synchronizer.next_batch(examples=1 + mpisgd.rank())
+            optimizer.step()
+            counted.append(optimizer.synchronizer.state.examples)
+        entries = optimizer.synchronizer.events.entries
+        return counted, [int(entry.g["examples of the step"]) for entry in entries if entry.what == "step"]
+
+    found = run_ranks(4, train, ranks_per_host=(2, 2))
+    assert [counted for counted, _ in found] == [[3, 6], [3, 6], [7, 14], [7, 14]]
+    assert [steps for _, steps in found] == [[3, 3], [], [7, 7], []]
+
+
+def test_two_optimizers_of_learners_that_take_different_numbers_of_steps():
+    def train() -> list[dict[str, Tensor]]:
+        params = PROGRAM.start()
+        halves = [dict(list(params.items())[:2]), dict(list(params.items())[2:])]
+        optimizers = [wrapped(half, DiLoCo(2, quorum=1, grace_s=0, learners="host")) for half in halves]
+        for step in range(8 if mpisgd.rank() < 2 else 3):
+            scheduling.sleep(0.05)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            PROGRAM.loss(params, mpisgd.rank(), PROGRAM.terms(mpisgd.rank(), step)[0]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.synchronizer.finish()
+        return [{name: param.detach().clone() for name, param in params.items()}]
+
+    found = run_ranks(4, train, ranks_per_host=(2, 2), timeout_s=20.0)
+    assert_same(found[:1] * 3, found[1:])
 
 
 def test_buffers_are_averaged_over_the_ranks_of_a_learner_and_over_learners():

@@ -24,11 +24,11 @@ def test_stops_are_of_learners_that_are_there():
     for seed in range(20):
         case = CASE._replace(learners=3, stops=6, kills=5, seed=seed)
         faults = drawn(case)
-        killed = {fault.learner: fault.at_s for fault in faults if not fault.stop_s}
+        killed = {fault.rank: fault.at_s for fault in faults if not fault.stop_s}
         assert len(killed) == 5
-        assert 0 not in {fault.learner for fault in faults}
+        assert 0 not in {fault.rank for fault in faults}
         for fault in faults:
-            assert fault.at_s + fault.stop_s <= killed.get(fault.learner, case.seconds)
+            assert fault.at_s + fault.stop_s <= killed.get(fault.rank, case.seconds)
 
 
 def test_a_row_is_of_all_seeds_of_a_case():
@@ -38,3 +38,25 @@ def test_a_row_is_of_all_seeds_of_a_case():
     ]
     (row,) = rows(found)
     assert row == ["4 x 6", "10", "20", "3", "0.910", "0.900", "1.010", "1.020", "0.50", "0.5", "25%"]
+
+
+def test_hosts_that_are_learners_go_on_without_one_that_has_lost_a_rank():
+    case = CASE._replace(hosts=3, learners=2, together=True, stops=0, seconds=16.0, quorum=1)
+    seen = simulated(case)
+    assert len(seen) == case.size  # the rank that is left of the learner has told, too
+    (killed,) = drawn(case)
+    ended = {one.rank for one in seen if one.there_s < case.seconds}
+    assert ended == {killed.rank // 2 * 2, killed.rank // 2 * 2 + 1}
+    disturbed, undisturbed = summed(seen), summed(simulated(case._replace(kills=0)))
+    assert undisturbed.without_some == 0
+    assert disturbed.without_some > 0
+    assert disturbed.rate / undisturbed.rate > 0.93
+    assert disturbed.longest_s < case.grace_s + 2 * case.step_s
+
+
+def test_faults_of_hosts_that_are_learners_are_of_different_ones():
+    for seed in range(20):
+        case = CASE._replace(learners=3, together=True, stops=6, kills=3, seed=seed)
+        faults = drawn(case)
+        assert {fault.rank // 3 for fault in faults if not fault.stop_s} == {1, 2, 3}
+        assert min(fault.rank for fault in faults) >= 3
