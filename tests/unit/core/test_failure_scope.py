@@ -154,6 +154,23 @@ def test_a_group_goes_on_after_the_loss_of_a_rank_that_is_no_member(ranks_per_ho
         assert found == [[2.0] * 3, [2.0] * 3, None, LOST]
 
 
+def test_what_goes_on_in_one_ends_where_the_job_is_left():
+    """As `elastic.run` does after a loss: the group's thread does not wait for its own timeout."""
+    works: dict[int, mpisgd.Work] = {}
+
+    def program() -> None:
+        group = pairs(lost=lambda who: LearnerLost(who))
+        if mpisgd.rank() == 3:
+            lose_ranks(3)
+        if mpisgd.rank() == 0:
+            works[0] = mpisgd.all_reduce(torch.ones(9), group=group, async_op=True)
+        scheduling.sleep(LOST_S)
+
+    run_ranks(4, program, losses=[])
+    with pytest.raises(PeerLost, match="a rank of the job was lost"):
+        works[0].wait()
+
+
 def test_such_a_group_can_be_closed():
     def program() -> None:
         group = pairs(lost=lambda who: LearnerLost(who))

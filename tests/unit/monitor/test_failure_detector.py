@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from mpisgd.core.failure_scope import FailureScope
 from mpisgd.errors import CollectiveTimeout, PeerLost
 from mpisgd.monitor.failure_detector import FailureDetector
 from mpisgd.threads import waiting
@@ -39,6 +40,16 @@ class Communicator:
         return Communicator(next(self.children), self.messages)
 
 
+class Untouched:
+    """Ranks 0 and 1, of which none is lost."""
+
+    def is_revoked(self) -> bool:
+        return False
+
+    def revoke_family(self) -> None:
+        pass
+
+
 class FaultTolerance:
     overdue = "a call was blocked"
 
@@ -69,6 +80,8 @@ def test_the_reason_of_a_revocation_is_read_after_the_revocation(news, error, te
     """Both come in between two questions: a late rank was taken for a lost one, and the job recovered."""
     fault_tolerance = FaultTolerance()
     detector = FailureDetector(Communicator("world", Messages(*news)), fault_tolerance)
+    scope = FailureScope([0, 1], Untouched(), PeerLost)
+    detector.scopes.append(scope)
     try:
         detector.enable_abort([], 0)
         fault_tolerance.polls.release()
@@ -77,6 +90,10 @@ def test_the_reason_of_a_revocation_is_read_after_the_revocation(news, error, te
             time.sleep(0.01)
         assert type(reason) is error
         assert text in str(reason)
+        if error is CollectiveTimeout:  # which no part of the job outlives
+            while scope.error is None and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+        assert type(scope.error) is (CollectiveTimeout if error is CollectiveTimeout else type(None))
     finally:
         detector._stopped.set()
         fault_tolerance.polls.release()
