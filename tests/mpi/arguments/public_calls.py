@@ -421,6 +421,7 @@ CALLS: dict[str, Call] = {
             "quorum": either(nothing, positive_int),
             "grace_s": nothing,  # it goes with quorum=
             "weights": nothing,
+            "learners": lambda value: isinstance(value, str) and value == "rank",
         },
     ),
     "SparseLoCo": Call(
