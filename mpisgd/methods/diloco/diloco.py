@@ -182,7 +182,7 @@ class DiLoCo(Strategy):
             for name in ("grace_s", "weights"):
                 if getattr(self, name) is not None:
                     raise InvalidArgument(f"DiLoCo: {name}={shown(getattr(self, name))} goes with quorum=")
-            if self.learners != "rank":
+            if not isinstance(self.learners, str) or self.learners != "rank":
                 raise InvalidArgument(f"DiLoCo: learners={shown(self.learners)} goes with quorum=")
             return
         is_count = isinstance(quorum, int) and not isinstance(quorum, bool) and quorum >= 1
