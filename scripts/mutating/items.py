@@ -42,15 +42,16 @@ ARITHMETIC = ("collectives", "compress", "gradients", "methods", "optim", "param
 ENGINE = ("checkpoint", "core", "elastic", "job", "monitor", "threads", "transport")
 ROOMS = (*ARITHMETIC, *ENGINE)
 
-IN_PROCESS = ("fuzz", "matrix", "schedules")
-COMMANDS = ("unit", "cells", "mpi")
+IN_PROCESS = ("fuzz", "matrix", "rows", "schedules")
+OF_METHODS = ("matrix", "rows")  # programs: of one example of each kind, and of all others
+COMMANDS = ("unit", "cells", "modes", "mpi")
 DERIVED = "pairs"
 # What counts for the score of each kind of rooms, in the order in which it is run; what only tells what else
 # would have found it has no name.
 CHECKS = {
     "arithmetic": {
         "verify --quick": ("matrix", "cells"),
-        "verify and fuzz": ("fuzz", "pairs"),
+        "verify and fuzz": ("fuzz", "rows", "pairs", "modes"),
         "": ("unit",),
     },
     "engine": {"all tests": ("unit", "schedules", "mpi"), "": ("fuzz", "matrix", "cells")},
@@ -106,10 +107,14 @@ def items_in_process() -> Iterator[Item]:
         found[repr(program)] = None
         return backend.run(program)
 
-    for number, row in enumerate(one_of_each_kind(rows())):  # as `verify --quick`
-        for _ in packed(row, number, noted):
-            yield from (Item("matrix", f"{kind_of(row.name)}{BETWEEN}{text}") for text in found)
-            found.clear()
+    everything = [*rows()]
+    quick = one_of_each_kind(everything)  # as `verify --quick`
+    others = [row for row in everything if row not in quick]
+    for check, chosen in zip(OF_METHODS, (quick, others), strict=True):
+        for number, row in enumerate(chosen):
+            for _ in packed(row, number, noted):
+                yield from (Item(check, f"{kind_of(row.name)}{BETWEEN}{text}") for text in found)
+                found.clear()
 
 
 def runner() -> Callable[[Item], str]:
@@ -139,7 +144,7 @@ def runner() -> Callable[[Item], str]:
 
 def kinds_of(items: Iterable[Item]) -> set[str]:
     """Return the kinds of methods that programs of the matrix have."""
-    return {item.text.partition(BETWEEN)[0] for item in items if item.check == "matrix"}
+    return {item.text.partition(BETWEEN)[0] for item in items if item.check in OF_METHODS}
 
 
 def try_pairs(kinds: Collection[str], seed: int, limit_s: float = PAIRS_LIMIT_S) -> str:

@@ -63,7 +63,7 @@ LOG = "trace.log"
 RANKS = 3
 UNIT = ("tests/unit",)
 UNIT_LEFT_OUT = ("accelerator", "bench", "cli", "docs_site", "fuzzing", "gpu_checks", "plan", "verification")
-CELLS = "--quick"
+MODES = {"cells": "--quick", "modes": "--all"}  # of `verify`, in a job
 
 
 class Found(NamedTuple):
@@ -193,12 +193,12 @@ def _source_of(root: Path) -> str:
 
 def _texts(check: str) -> list[str]:
     """Return what a command runs without a fault: everything."""
-    return {"unit": list(UNIT), "mpi": ["tests/mpi"], "cells": [CELLS]}[check]
+    return {"unit": list(UNIT), "mpi": ["tests/mpi"]}.get(check) or [MODES[check]]
 
 
 def _command(check: str, texts: Sequence[str], options: Sequence[str] = ()) -> list[str]:
     ranks = ["mpirun", "-n", str(RANKS), "--oversubscribe", sys.executable, "-m"]
-    if check == "cells":
+    if check in MODES:
         return [*ranks, "mutating.cells", *texts]
     pytest = ["pytest", "-q", "-p", "no:cacheprovider", *options]
     if check == "unit":
@@ -213,7 +213,7 @@ def _run(command: list[str], copy: Path, limit_s: float, traced: tuple[str, Path
     del env["TORCH_DEVICE_BACKEND_AUTOLOAD"]
     if traced is not None:
         env.update(MUTATING_CHECK=traced[0], MUTATING_LINES=str(traced[1]))
-        if traced[0] != "cells":
+        if traced[0] not in MODES:
             env["PYTEST_ADDOPTS"] = "-p mutating.trace_plugin"
     log = copy.parent / (LOG if traced else "trial.log")
     with (

@@ -75,7 +75,8 @@ class DeepGradient(WideCompressor, HasMomentum):
     @classmethod
     def examples(cls) -> Sequence["DeepGradient"]:
         """See `Compressor`."""
-        return (cls(ratio=0.5), cls(ratio=0.3, momentum=0.5, warmup_steps=2))
+        careful = cls(ratio=0.3, momentum=0.5, warmup_steps=2, warmup_ratio=0.6, clip_norm=2.0)
+        return (cls(ratio=0.5), careful, cls(ratio=0.3, momentum=0.5, nesterov=True))
 
     def __post_init__(self) -> None:
         check_ratio("DeepGradient", "ratio", self.ratio)

@@ -155,7 +155,12 @@ class DiLoCo(Strategy):
     @classmethod
     def examples(cls) -> Sequence["DiLoCo"]:
         """See `Strategy`."""
-        return (cls(2), cls(4, fragments=2), cls(3, fragments=2, overlap_steps=1))
+        plain = {"lr": 0.5, "momentum": 0.25}
+        return (
+            cls(2),
+            cls(4, fragments=2, outer_options=plain),
+            cls(3, fragments=2, overlap_steps=1, overlap_alpha=0.25),
+        )
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "fragments"):

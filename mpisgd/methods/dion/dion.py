@@ -103,7 +103,9 @@ class Dion(OptimizerByAlgorithm, CompressedMomentumOptimizer):
     @classmethod
     def examples(cls) -> Sequence[Mapping[str, Any]]:
         """See `CompressedMomentumOptimizer`."""
-        return ({"rank_fraction": 0.5}, {"rank_fraction": 1.0, "adjust_lr_fn": "spectral_norm"})
+        others = {"adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6, "adamw_weight_decay": 0.05, "seed": 1}
+        whole = {"rank_fraction": 1.0, "adjust_lr_fn": "spectral_norm"}
+        return ({"rank_fraction": 0.5}, {**whole, "weight_decay": 0.3, "momentum": 0.75, **others})
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class ElasticAveraging(Strategy):
     @classmethod
     def examples(cls) -> Sequence["ElasticAveraging"]:
         """See `Strategy`."""
-        return (cls(every=2),)
+        return (cls(every=2), cls(every=3, alpha=0.125))
 
     def __post_init__(self) -> None:
         check_positive("ElasticAveraging", "every", self.every, whole=True)

@@ -83,7 +83,7 @@ class Gossip(Strategy):
         """See `Strategy`."""
         return (
             cls("ring"),
-            cls("exponential"),
+            cls("exponential", every=2),
             cls("one_peer_exponential"),
             cls("complete", style="combine_then_adapt"),
             cls("ring", style="push_sum"),

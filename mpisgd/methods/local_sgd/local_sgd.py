@@ -83,7 +83,8 @@ class LocalSGD(Strategy):
             cls(sync_every=3),
             cls(sync_every=2, average_state=True),
             cls(sync_every=2, warmup_steps=2),
-            cls(sync_every=1, growth=1.5),
+            cls(sync_every=1, growth=2.0, max_sync_every=3),
+            cls(hierarchy={"host": 1, "job": 3}),
         )
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 Horvath, Ho, Horvath, Sahu, Canini and Richtarik 2019, "Natural Compression for Distributed Deep Learning".
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ class Natural(WideCompressor):
 
     error_feedback: bool = False
     seed: int = 0
+
+    @classmethod
+    def examples(cls) -> Sequence["Natural"]:
+        """See `Compressor`."""
+        return (cls(), cls(error_feedback=True, seed=1))
 
     def __post_init__(self) -> None:
         check_flag("Natural", "error_feedback", self.error_feedback)

@@ -57,7 +57,12 @@ class OneBitAdam(CompressedMomentumOptimizer):
     @classmethod
     def examples(cls) -> Sequence[Mapping[str, Any]]:
         """See `CompressedMomentumOptimizer`."""
-        return ({"freeze_step": 2}, {"freeze_step": 100})
+        with_decay = {"weight_decay": 0.1, "decoupled_weight_decay": True}
+        return (
+            {"freeze_step": 2},
+            {"freeze_step": 2, "betas": (0.8, 0.95), "eps": 1e-6, **with_decay},
+            {"freeze_step": 100, "weight_decay": 0.1},
+        )
 
     def __init__(
         self,

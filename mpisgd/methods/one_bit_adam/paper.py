@@ -24,4 +24,4 @@ class OneBitAdam(CompressedMomentum[Moments]):
         s, t = self.moments(s, g, w), w.step
         corrected = s.v / (1 - self.b2 ** min(t, self.T))
         step = s.m / root(corrected, self.eps) * (self.lr(t) / (1 - self.b1**t))
-        return s, {i: (1 - self.lr(t) * self.decay) * x[i] - step for i in w.ranks}
+        return s, {i: (1 - self.lr(t) * self.decay) * x[i].only(step) - step for i in w.ranks}

@@ -72,7 +72,12 @@ class OneBitLamb(CompressedMomentumOptimizer):
     @classmethod
     def examples(cls) -> Sequence[Mapping[str, Any]]:
         """See `CompressedMomentumOptimizer`."""
-        return ({"freeze_step": 2},)
+        limits = {"max_coeff": 1.5, "min_coeff": 0.75, "factor_max": 1.25, "factor_min": 0.75}
+        others = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+        return (
+            {"freeze_step": 2},
+            {"freeze_step": 1, "coeff_beta": 0.5, "factor_threshold": 0.25, **limits, **others},
+        )
 
     def __init__(
         self,

@@ -69,7 +69,11 @@ class PowerSGD(WideCompressor):
     @classmethod
     def examples(cls) -> Sequence["PowerSGD"]:
         """See `Compressor`."""
-        return (cls(rank=1), cls(rank=2, warmup_steps=2))
+        return (
+            cls(rank=1),
+            cls(rank=2, warmup_steps=2, seed=1),
+            cls(rank=1, error_feedback=False, min_compression_rate=1.5),
+        )
 
     def __post_init__(self) -> None:
         check_positive("PowerSGD", "rank", self.rank, whole=True)

@@ -62,7 +62,7 @@ class QSGD(WideCompressor):
     @classmethod
     def examples(cls) -> Sequence["QSGD"]:
         """See `Compressor`."""
-        return (cls(bits=4), cls(bits=2, segment=5, error_feedback=True))
+        return (cls(bits=4), cls(bits=2, segment=5, norm="l2", error_feedback=True, seed=1))
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:

@@ -4,6 +4,7 @@ Source: Bernstein, Wang, Azizzadenesheli and Anandkumar 2018, "signSGD: Compress
 Problems"; the vote: algorithm 3.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,6 +47,11 @@ class SignSGD(Compressor):
     """
 
     majority_vote: bool = True
+
+    @classmethod
+    def examples(cls) -> Sequence["SignSGD"]:
+        """See `Compressor`."""
+        return (cls(), cls(majority_vote=False))
 
     def __post_init__(self) -> None:
         check_flag("SignSGD", "majority_vote", self.majority_vote)

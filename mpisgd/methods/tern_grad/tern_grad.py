@@ -5,6 +5,7 @@ Deep Learning".
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,11 @@ class TernGrad(WideCompressor):
 
     clip_sigmas: float | None = None
     seed: int = 0
+
+    @classmethod
+    def examples(cls) -> Sequence["TernGrad"]:
+        """See `Compressor`."""
+        return (cls(), cls(clip_sigmas=1.5, seed=1))
 
     def __post_init__(self) -> None:
         if self.clip_sigmas is not None:

@@ -52,7 +52,7 @@ class Threshold(WideCompressor):
     @classmethod
     def examples(cls) -> Sequence["Threshold"]:
         """See `Compressor`."""
-        return (cls(value=1.0),)
+        return (cls(value=1.0), cls(value=0.5, error_feedback=False))
 
     def __post_init__(self) -> None:
         check_positive("Threshold", "value", self.value)

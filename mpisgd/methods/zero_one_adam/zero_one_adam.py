@@ -124,7 +124,15 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         """See `CompressedMomentumOptimizer`."""
         return (
             {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1},
-            {"var_freeze_step": 100, "var_update_scaler": 100},
+            {
+                "var_freeze_step": 2,
+                "var_update_scaler": 2,
+                "local_step_scaler": 1,
+                "local_step_clipper": 2,
+                "betas": (0.8, 0.95),
+                "eps": 1e-6,
+            },
+            {"var_freeze_step": 100, "var_update_scaler": 100, "weight_decay": 0.1},
         )
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,13 +58,27 @@ def _by_dtype(unused: Collection[str], x: Vec) -> Buckets:
 
 
 def _paper_of(settings: dict[str, Any], name: str, rate: Rate) -> Paper[Any]:
+    (b1, b2), eps = settings.get("betas", (0.9, 0.999)), settings.get("eps", 1e-8)
     if name == LOCAL:
-        return ZeroOneAdam(_renewals(settings), _meetings(settings), rate)
-    kinds: dict[str, Callable[[int, Rate], Paper[Any]]] = {
-        "OneBitAdam": OneBitAdam,
-        "OneBitLamb": OneBitLamb,
-    }
-    return kinds[name](settings["freeze_step"], rate)
+        return ZeroOneAdam(_renewals(settings), _meetings(settings), rate, b1, b2, eps)
+    freeze, decay = settings["freeze_step"], settings.get("weight_decay", 0.0)
+    if name == "OneBitAdam":
+        return OneBitAdam(freeze, rate, b1, b2, eps, decay)
+    lamb = OneBitLamb(freeze, rate, b1, b2, eps, decay)
+    return replace(
+        lamb,
+        b3=settings.get("coeff_beta", lamb.b3),
+        q=settings.get("factor_threshold", lamb.q),
+        c_limits=_limits(settings, ("min_coeff", "max_coeff"), lamb.c_limits),
+        r_limits=_limits(settings, ("factor_min", "factor_max"), lamb.r_limits),
+    )
+
+
+def _limits(
+    settings: dict[str, Any], names: tuple[str, str], otherwise: tuple[float, float]
+) -> tuple[float, float]:
+    least, most = (settings.get(name, value) for name, value in zip(names, otherwise, strict=True))
+    return least, most
 
 
 def _renewals(settings: dict[str, Any]) -> Container[int]:

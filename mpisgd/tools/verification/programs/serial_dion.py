@@ -14,7 +14,16 @@ from mpisgd.methods.dion.paper import dion
 
 __all__ = ["SerialDion"]
 
-DEFAULTS = {"weight_decay": 0.1, "momentum": 0.95, "rank_fraction": 0.25, "adjust_lr_fn": "match_rms_adamw"}
+DEFAULTS = {
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "rank_fraction": 0.25,
+    "adjust_lr_fn": "match_rms_adamw",
+    "adamw_betas": (0.9, 0.95),
+    "adamw_eps": 1e-8,
+    "adamw_weight_decay": None,
+    "seed": 0,
+}
 
 
 class SerialDion(torch.optim.Optimizer):
@@ -40,7 +49,7 @@ class SerialDion(torch.optim.Optimizer):
         state, lr = self.state[param], group["lr"]
         if not state:
             columns = max(1, ceil(group["rank_fraction"] * min(param.shape)))
-            first = generator(0, 0, param.numel()).standard_normal((param.shape[1], columns))
+            first = generator(group["seed"], 0, param.numel()).standard_normal((param.shape[1], columns))
             state["momentum"], state["factor"] = torch.zeros_like(param), torch.from_numpy(first).to(param)
         assert param.grad is not None
         state["momentum"], state["factor"], step = dion(
@@ -50,7 +59,8 @@ class SerialDion(torch.optim.Optimizer):
         param.copy_((1 - lr * group["weight_decay"]) * param - lr * scale * step)
 
     def _other(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-        lr, decay = group["lr"], group["weight_decay"]
-        other = torch.optim.AdamW([param], lr, (0.9, 0.95), 1e-8, decay)
+        decay, given = group["weight_decay"], group["adamw_weight_decay"]
+        decay = decay if given is None else given
+        other = torch.optim.AdamW([param], group["lr"], group["adamw_betas"], group["adamw_eps"], decay)
         other.state = self.state
         other.step()

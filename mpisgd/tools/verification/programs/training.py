@@ -23,6 +23,7 @@ from mpisgd.tools.verification.programs.serial_dion import SerialDion
 __all__ = ["SERIAL", "Training", "initial_groups"]
 
 SERIAL = "Dion"  # averages by itself, and has a definition in one process
+OF_ADAM = ("lr", "betas", "eps", "weight_decay")
 DIVIDES_GROUPS = (SERIAL, "MuonWithAdamW")
 
 
@@ -86,7 +87,8 @@ class Training:
         if optimizer.name == SERIAL:
             return SerialDion(self.groups_of(place), **dict(optimizer.settings))
         if optimizer.name in ONE_BIT:  # as long as nothing of it travels by one bit
-            return torch.optim.Adam(self.groups_of(place), lr=dict(optimizer.settings)["lr"])
+            of_adam = {name: value for name, value in optimizer.settings if name in OF_ADAM}
+            return torch.optim.Adam(self.groups_of(place), **of_adam)
         return optimizer.kind(self.groups_of(place), **dict(optimizer.settings))
 
     def groups_of(self, place: int) -> list[dict[str, Any]]:
