@@ -125,7 +125,7 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         return (
             {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1},
             {
-                "var_freeze_step": 2,
+                "var_freeze_step": 3,
                 "var_update_scaler": 2,
                 "local_step_scaler": 1,
                 "local_step_clipper": 2,

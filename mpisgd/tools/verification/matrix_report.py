@@ -36,7 +36,9 @@ LABELS = {
 
 def kind_of(method: str) -> str:
     """Return a method without its arguments: `TopK` of `compress.TopK(ratio=0.3)`."""
-    bare = re.sub(r"\(.*?\)(?=, [a-zA-Z]|$)", "", method)
+    bare = method
+    while (inner := re.sub(r"\([^()]*\)", "", bare)) != bare:
+        bare = inner
     names = [name.rsplit(".", 1)[-1] for name in bare.split(", ")]
     return names[0] if len(names) == 1 else f"{names[0]} with a compressor"
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from mpisgd.tools.verification.cell import Cell
 from mpisgd.tools.verification.jobs import append_cell, jobs_of
 from mpisgd.tools.verification.matrix import Selection
+from mpisgd.tools.verification.matrix_report import kind_of
 from mpisgd.tools.verification.report import draw, summary_of, table_of
 
 EQUAL = Cell("synchronous", "Synchronous", 2, "shared memory", "float64", "none", 1e-16, 1e-14, "drift")
@@ -177,3 +178,9 @@ def test_a_picture_has_the_farthest_of_each_pair_and_what_is_equal_to_the_last_b
     ((values, rows),) = drawn
     assert rows == ["bfloat16", "bfloat16, wrong", "LocalSGD, by itself and with each compressor"]
     assert [round(row[0], 6) for row in values] == [-3, 3, 1]
+
+
+def test_a_kind_is_a_method_without_its_arguments_whatever_these_have():
+    assert kind_of("compress.PerHost(compressor=compress.TopK(ratio=0.5))") == "PerHost"
+    assert kind_of("OneBitAdam(freeze_step=2, betas=(0.8, 0.95), eps=1e-06)") == "OneBitAdam"
+    assert kind_of("Gossip(topology=gossip.Ring()), compress.TopK(ratio=0.3)") == "Gossip with a compressor"
