@@ -133,7 +133,11 @@ def rows() -> Iterator[Row]:
         is_exact = strategy.goes_with.op.goes and isinstance(compressor, Cast)
         exact = is_exact and not has_codes(strategy)
         settings = MOMENTUM[:1] if has_momentum(compressor) else MOMENTUM  # one of both has it
-        row = Row(name.replace("mpisgd.", ""), Optimizer("SGD", settings, (), tuple(options)), exact)
+        over_hosts = getattr(strategy, "hierarchy", None) is not None
+        if over_hosts:  # is refused in more situations
+            name = name.replace("LocalSGD", "LocalSGD over hosts", 1)
+        optimizer = Optimizer("SGD", settings, (), tuple(options))
+        row = Row(name.replace("mpisgd.", ""), optimizer, exact, is_quick=not over_hosts)
         yield row if _is_defined(row) else _per_parameter(row)
     yield from _in_files()
     yield from _with_masters()

@@ -136,6 +136,8 @@ def _why_no_paper(program: Program, strategy: Any) -> str:
     if closures and getattr(strategy, "learners", "rank") != "rank":
         return "the ranks of a learner average what each call of a closure leaves"
     looks = closures or any(isinstance(event, events.Clip | events.SetGradient) for event in program.events)
+    if program.scaler and looks and getattr(strategy, "learners", "rank") != "rank":
+        return "what ranks of a learner average has the scale, and a change of gradients is of unscaled ones"
     if warms_up and (program.scaler or looks):
         return "something looks at gradients that are reduced by then"
     if program.optimizers[0].name in CLOSED and getattr(strategy, "style", "") == "combine_then_adapt":
