@@ -8,8 +8,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from paper_programs import LR, Make, Program
-from torch import Tensor
+from paper_programs import LR, Make, Program, momentum
+from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.event_log import Entry, EventLog
@@ -156,3 +156,19 @@ def assert_replayed(
         for rank, one in workers.items():
             wrong = [name for name in one.params if not _equal(run.x[rank][name], one.params[name], close)]
             assert not wrong, f"rank {rank} ends with other {wrong}"
+
+
+def wrapped(params: dict[str, nn.Parameter], strategy: Any, **options: Any) -> Any:
+    """Return an optimizer with momentum of these parameters."""
+    return mpisgd.DistributedOptimizer(
+        momentum(list(params.values())), params.items(), strategy=strategy, **options
+    )
+
+
+def one_step(program: Program, params: dict[str, nn.Parameter], optimizer: Any, step: int) -> None:
+    """Train a step, of which each rank says another number of examples."""
+    rank = mpisgd.rank()
+    optimizer.zero_grad()
+    program.loss(params, rank, program.terms(rank, step)[0]).backward()
+    optimizer.synchronizer.next_batch(examples=1 + (rank + step) % 3)
+    optimizer.step()

@@ -478,12 +478,14 @@ def test_learning_rate_schedulers(kind, before):
 # -- mixed precision ----------------------------------------------------------------------------------
 
 
+def overflowing(model, inputs, targets, rank, step):
+    """A loss that is infinite on the last rank now and then."""
+    value = mse(model, inputs, targets)
+    return value * float("inf") if step % 5 == 2 and rank == mpisgd.size() - 1 else value
+
+
 def test_grad_scaler_equals_one_process_and_skips_together():
     """An overflow on one rank only: as in one process, nobody steps and the scale halves."""
-
-    def loss(model, inputs, targets, rank, step):
-        value = mse(model, inputs, targets)
-        return value * float("inf") if step % 5 == 2 and rank == mpisgd.size() - 1 else value
 
     def body(run: Run, step: int) -> None:
         scaler = run.memory.setdefault("scaler", torch.amp.GradScaler("cpu", 2.0**8, growth_interval=3))
@@ -499,7 +501,7 @@ def test_grad_scaler_equals_one_process_and_skips_together():
     for options in ({}, {"fused": True}):
         plain, ours = check_equal_runs(
             body,
-            loss=loss,
+            loss=overflowing,
             by_rank=True,
             optimizer=lambda m, options=options: torch.optim.SGD(m.parameters(), 0.1, 0.9, **options),
         )
@@ -529,10 +531,6 @@ class ScaledSGD(torch.optim.Optimizer):
 def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_not_full(kind, before):
     """They were reduced in `step()`, after the scaler had decided on each rank by itself."""
 
-    def loss(model, inputs, targets, rank, step):
-        value = mse(model, inputs, targets)
-        return value * float("inf") if step % 5 == 2 and rank == mpisgd.size() - 1 else value
-
     def body(run: Run, step: int) -> None:
         scaler = run.memory.setdefault("scaler", torch.amp.GradScaler("cpu", 2.0**8, growth_interval=3))
         run.opt.zero_grad()
@@ -552,7 +550,7 @@ def test_a_grad_scaler_looks_at_gradients_of_all_ranks_where_the_last_window_is_
         return torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=kind == "fused" or None)
 
     plain, ours = check_equal_runs(
-        body, loss=loss, by_rank=True, optimizer=optimizer, backward_passes_per_step=2
+        body, loss=overflowing, by_rank=True, optimizer=optimizer, backward_passes_per_step=2
     )
     everyone(all(plain.memory[step] == ours.memory[step] for step in range(STEPS)))
     everyone(len({ours.memory[step] for step in range(STEPS)}) > 1, "no overflow was seen")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from event_programs import Recorded, assert_replayed, record
+from event_programs import Recorded, assert_replayed, one_step, record, wrapped
 from paper_programs import Program, Terms, assert_equal, by_mpisgd, momentum, sgd
 from torch import Tensor, nn
 
@@ -106,26 +106,12 @@ def test_settings_are_compared_among_the_ranks_of_a_learner_alone():
         optimizer = wrapped(params, DiLoCo(50, quorum=1, grace_s=0, learners="host"))
         for step in range(120 if mpisgd.rank() < 2 else 60):
             scheduling.sleep(0.01)
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         optimizer.synchronizer.finish()
         return [{name: param.detach().clone() for name, param in params.items()}]
 
     found = run_ranks(4, train, ranks_per_host=(2, 2), timeout_s=20.0)
     assert_same(found[:1] * 3, found[1:])
-
-
-def wrapped(params: dict[str, nn.Parameter], strategy: DiLoCo, **options: Any) -> Any:
-    return mpisgd.DistributedOptimizer(
-        momentum(list(params.values())), params.items(), strategy=strategy, **options
-    )
-
-
-def one_step(params: dict[str, nn.Parameter], optimizer: Any, step: int) -> None:
-    rank = mpisgd.rank()
-    optimizer.zero_grad()
-    PROGRAM.loss(params, rank, PROGRAM.terms(rank, step)[0]).backward()
-    optimizer.synchronizer.next_batch(examples=1 + (rank + step) % 3)
-    optimizer.step()
 
 
 def test_a_closure_has_the_gradients_of_all_ranks_of_a_learner():
@@ -155,10 +141,10 @@ def test_ranks_that_begin_differently_have_the_model_of_the_first_one_of_their_l
     def train() -> list[dict[str, Tensor]]:
         params = replace(PROGRAM, apart=True).start(mpisgd.rank())
         optimizer = wrapped(params, DiLoCo(2, quorum="all", learners="host"), check_start=False)
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         begun = {name: param.detach().clone() for name, param in params.items()}
         for step in range(1, 4):
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         return [begun, {name: param.detach().clone() for name, param in params.items()}]
 
     found = run_ranks(4, train, ranks_per_host=(2, 2))
@@ -232,7 +218,7 @@ def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
                 saved = copy.deepcopy((dict(params), optimizer.state_dict()))
                 params, optimizer = saved[0], wrapped(saved[0], strategy)
                 optimizer.load_state_dict(saved[1])
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
             version = torch.tensor(optimizer.synchronizer.state.version)
             rows.append({**{name: param.detach().clone() for name, param in params.items()}, "": version})
         return rows
@@ -247,7 +233,7 @@ def test_the_consensus_is_that_of_the_outer_parameters_on_all_ranks():
         params = PROGRAM.start()
         optimizer = wrapped(params, DiLoCo(2, quorum="all", learners="host"))
         for step in range(3):
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
             if step == 1:
                 outer = [param.detach().clone() for param in params.values()]
         with optimizer.consensus():
@@ -307,7 +293,7 @@ def waits(victim: int | None, at: int, learners: str = "host") -> list[list[floa
             if (mpisgd.rank(), step) == (victim, at):
                 lose_ranks(mpisgd.rank())
             began_s = scheduling.now_s()
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
             took.append(scheduling.now_s() - began_s)
         optimizer.synchronizer.finish()
         scheduling.sleep(0.5)
@@ -417,12 +403,12 @@ def test_the_wait_of_the_first_rank_is_told_to_the_others_of_its_learner():
     def train() -> None:
         params = PROGRAM.start()
         optimizer = wrapped(params, DiLoCo(1, quorum="all", learners="host"))
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         if mpisgd.rank() >= 2:
             scheduling.sleep(100.0)
             return
         try:
-            one_step(params, optimizer, 1)
+            one_step(PROGRAM, params, optimizer, 1)
         except CollectiveTimeout as exc:
             told[mpisgd.rank()] = str(exc)
             scheduling.sleep(1.0)  # until the other rank has raised, too
@@ -440,7 +426,7 @@ def test_the_wait_of_a_learner_that_loses_a_rank_meanwhile_ends_at_once():
     def train() -> None:
         params = PROGRAM.start()
         optimizer = wrapped(params, DiLoCo(1, quorum="all", learners="host"))
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         if mpisgd.rank() < 2:
             scheduling.sleep(2.0)
             if mpisgd.rank() == 0:
@@ -448,7 +434,7 @@ def test_the_wait_of_a_learner_that_loses_a_rank_meanwhile_ends_at_once():
             scheduling.sleep(20.0)
         began_s = scheduling.now_s()
         try:
-            one_step(params, optimizer, 1)
+            one_step(PROGRAM, params, optimizer, 1)
         finally:
             waited_s[mpisgd.rank()] = scheduling.now_s() - began_s
 

@@ -6,12 +6,14 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from event_programs import Recorded, assert_replayed, record
+from event_programs import Recorded, assert_replayed, one_step, record
+from event_programs import wrapped as with_momentum
 from paper_programs import LR, Program, by_mpisgd, momentum, sgd
 from torch import Tensor, nn
 
@@ -29,6 +31,7 @@ from mpisgd.threads import scheduling
 
 CLOSE = 1e-12  # of the largest element: torch's outer SGD adds and multiplies in one operation
 PROGRAM = Program(size=4, steps=12, dyadic=False, make=momentum)
+wrapped = partial(with_momentum, check_start=False)
 LATE = [  # a learner in PROGRAM pauses up to 0.04 s in a step
     DiLoCo(2, quorum=1, grace_s=0),
     DiLoCo(2, quorum=2, grace_s=0.005),
@@ -302,7 +305,7 @@ def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
                 saved = copy.deepcopy((dict(params), optimizer.state_dict()))
                 params, optimizer = saved[0], wrapped(saved[0], strategy)
                 optimizer.load_state_dict(saved[1])
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
             version = torch.tensor(optimizer.synchronizer.state.version)  # by which who is late is known
             rows.append({**{name: param.detach().clone() for name, param in params.items()}, "": version})
         return rows
@@ -323,7 +326,7 @@ def test_a_checkpoint_has_all_of_it(tmp_path):
         for step in range(begin, 8):
             if step == saved_at:
                 mpisgd.checkpoint.save(folder, step, model=model, optimizer=optimizer)
-            one_step(dict(model.items()), optimizer, step)
+            one_step(PROGRAM, dict(model.items()), optimizer, step)
             rows.append({name: param.detach().clone() for name, param in model.items()})
         return rows
 
@@ -332,20 +335,6 @@ def test_a_checkpoint_has_all_of_it(tmp_path):
         expected = run_ranks(3, lambda at=step, f=folder: train(f, saved_at=at))
         found = run_ranks(3, lambda at=step, f=folder: train(f, begin=at))
         assert_same([rows[step:] for rows in expected], found)
-
-
-def wrapped(params: dict[str, nn.Parameter], strategy: DiLoCo) -> Any:
-    return mpisgd.DistributedOptimizer(
-        momentum(list(params.values())), params.items(), strategy=strategy, check_start=False
-    )
-
-
-def one_step(params: dict[str, nn.Parameter], optimizer: Any, step: int) -> None:
-    rank = mpisgd.rank()
-    optimizer.zero_grad()
-    PROGRAM.loss(params, rank, PROGRAM.terms(rank, step)[0]).backward()
-    optimizer.synchronizer.next_batch(examples=1 + (rank + step) % 3)
-    optimizer.step()
 
 
 def test_what_has_arrived_for_an_open_round_is_saved_and_counts():
@@ -357,14 +346,14 @@ def test_what_has_arrived_for_an_open_round_is_saved_and_counts():
         optimizer = wrapped(params, strategy)
         for step in range(2):
             scheduling.sleep(6.0 * (mpisgd.rank() == 2) * step)
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         mpisgd.barrier()
         if loads:
             states[mpisgd.rank()] = copy.deepcopy(optimizer.state_dict())
             optimizer.load_state_dict(states[mpisgd.rank()])
         for step in range(2, 4):
             scheduling.sleep(1.0 * (mpisgd.rank() == 2))
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         optimizer.synchronizer.finish()
         return [{name: param.detach().clone() for name, param in params.items()}]
 
@@ -389,7 +378,7 @@ def test_one_that_is_steps_behind_comes_to_the_save_for_which_the_others_wait():
                 mpisgd.barrier()
                 if loads:
                     optimizer.load_state_dict(saved)
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         optimizer.synchronizer.finish()
         return [{name: param.detach().clone() for name, param in params.items()}], saved["mpisgd"]["own"]
 
@@ -433,7 +422,7 @@ def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved()
         optimizer: Any = mpisgd.DistributedOptimizer(sgd(list(params.values())), strategy=strategy)
         for step in range(20):
             scheduling.sleep(0.1 + 1.42 * ((rank, step) == (0, 1)))
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
             if step == 17:
                 began = copies(params)
         saved = copy.deepcopy(optimizer.state_dict())
@@ -443,7 +432,7 @@ def test_the_outer_parameters_from_which_those_began_that_are_behind_are_saved()
             method, step, version = optimizer.synchronizer, 20, optimizer.synchronizer.state.version
             while method.state.version == version:  # it is told soon that it is behind
                 before = copies(params)
-                one_step(params, optimizer, step)
+                one_step(PROGRAM, params, optimizer, step)
                 x = {name: before[name] - LR * param.grad for name, param in params.items()}
                 scheduling.sleep(0.1)
                 step += 1
@@ -480,9 +469,9 @@ def test_what_the_first_rank_saves_has_the_changes_of_learners_that_come_after_i
     def train() -> Any:
         params = PROGRAM.start()
         optimizer = wrapped(params, strategy)
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         scheduling.sleep({0: 0.1, 3: 0.5}.get(mpisgd.rank(), 0.0))
-        one_step(params, optimizer, 1)
+        one_step(PROGRAM, params, optimizer, 1)
         return copy.deepcopy(optimizer.state_dict())["mpisgd"]["own"]
 
     own = run_ranks(4, train)
@@ -505,7 +494,7 @@ def test_what_learners_bring_after_their_save_is_no_part_of_that_of_the_first_ra
             scheduling.sleep(0.1 + pause_s * (rank == slow and (pause_s < 1 or step == 7)))
             if step == 8:
                 saved = copy.deepcopy((params, optimizer.state_dict()))
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         optimizer.synchronizer.finish()
         return saved
 
@@ -514,7 +503,7 @@ def test_what_learners_bring_after_their_save_is_no_part_of_that_of_the_first_ra
         optimizer = wrapped(params, strategy)
         optimizer.load_state_dict(state)
         for step in range(8, 16):
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         optimizer.synchronizer.finish()
         return [copies(params)]
 
@@ -625,7 +614,7 @@ def test_compression_is_refused():
 def test_added_parameters_are_refused():
     def add(params: dict[str, nn.Parameter]) -> None:
         optimizer = wrapped(params, DiLoCo(2, quorum=2))
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
     assert_refused(add, "parameters cannot be added")
@@ -634,7 +623,7 @@ def test_added_parameters_are_refused():
 def test_other_ranks_are_refused():
     def rebuild(params: dict[str, nn.Parameter]) -> None:
         optimizer = wrapped(params, DiLoCo(2, quorum=2))
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         optimizer.rebuild()
 
     assert_refused(rebuild, "leave elastic.run and rebuild() out")
@@ -643,11 +632,11 @@ def test_other_ranks_are_refused():
 def test_a_state_of_other_ranks_is_refused():
     def load(params: dict[str, nn.Parameter]) -> None:
         optimizer = wrapped(params, DiLoCo(2, quorum="all"))
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         saved = copy.deepcopy(optimizer.state_dict())
         saved["mpisgd"]["size"] += mpisgd.rank()  # as another number of ranks has it, on one of them
         optimizer.load_state_dict(saved)
-        one_step(params, optimizer, 1)
+        one_step(PROGRAM, params, optimizer, 1)
 
     assert_refused(load, "of another number of ranks, or of one rank alone")
 
@@ -656,12 +645,12 @@ def test_a_state_of_another_save_is_refused():
     def load(params: dict[str, nn.Parameter]) -> None:
         optimizer = wrapped(params, DiLoCo(2, quorum="all"))
         for step in range(3):
-            one_step(params, optimizer, step)
+            one_step(PROGRAM, params, optimizer, step)
         saved = copy.deepcopy(optimizer.state_dict())
         mpisgd.barrier()
         saved["mpisgd"]["own"]["version"] -= mpisgd.rank()
         optimizer.load_state_dict(saved)
-        one_step(params, optimizer, 3)
+        one_step(PROGRAM, params, optimizer, 3)
 
     assert_refused(load, "let each rank load what it has saved, all of them at the same step")
 
@@ -690,8 +679,8 @@ def test_examples_are_counted_by_all_or_by_none():
 def test_a_step_after_the_end_is_refused():
     def go_on(params: dict[str, nn.Parameter]) -> None:
         optimizer = wrapped(params, DiLoCo(2, quorum=2))
-        one_step(params, optimizer, 0)
+        one_step(PROGRAM, params, optimizer, 0)
         optimizer.synchronizer.finish()
-        one_step(params, optimizer, 1)
+        one_step(PROGRAM, params, optimizer, 1)
 
     assert_refused(go_on, "after synchronizer.finish()")
